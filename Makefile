@@ -1,0 +1,61 @@
+# Everything starts here; `make demo` is the main job, `make test` the tests.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+PINS := $(wildcard requirements/*.txt) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: help setup demo lab test test-fast test-engines lint strip report clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## the environment, once (again only when a pin changes)
+
+$(VENV)/.ready: $(PINS)
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]}, expected 3.11 or newer. Next: make setup PYTHON=python3.11")'
+	@echo "setup: $(DEVICE) environment in $(VENV) (two minutes, 2.6 GB, from the package registry)"
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(DEVICE),cuda)
+	$(PIP) -r requirements/sglang-cuda.txt
+	$(PIP) --no-deps -r requirements/notebooks.txt -r requirements/demo.txt -r requirements/dev.txt
+else
+	$(PIP) -r requirements/torch-cpu.txt
+	$(PIP) --no-deps -r requirements/sglang-cpu.txt -r requirements/notebooks.txt -r requirements/demo.txt -r requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation ./cpu_shims
+endif
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
+	$(BIN)/python -m hsnb.demo
+
+lab: setup  ## JupyterLab on notebooks/
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+test: setup lint  ## everything, real engines and notebooks included
+	$(BIN)/python -m pytest
+
+test-fast: setup  ## seconds: no engine, no notebook
+	$(BIN)/python -m pytest -m "not engine and not notebook"
+
+test-engines: setup  ## the tests that start a real engine
+	$(BIN)/python -m pytest -m "engine or notebook"
+
+lint: setup  ## ruff over code and notebooks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+strip: setup  ## take outputs out of the notebooks before a commit
+	$(BIN)/nbstripout --extra-keys "cell.metadata.papermill metadata.papermill" $(NOTEBOOKS)
+
+report: setup  ## render outputs/$(RUN) again (RUN=demo)
+	$(BIN)/hsnb report $(or $(RUN),demo)
+
+clean:  ## remove the environment and caches; outputs/ stays
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
