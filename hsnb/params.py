@@ -1,0 +1,143 @@
+"""What a deployment is: the pydantic models behind params/*.yaml. Unknown names are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hsnb import boundaries as bd
+from hsnb.errors import HsnbError, ModelError, ParamsError
+from hsnb.paths import resolve
+
+Flag = str | int | float | bool | list[str | int]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerParams(_Strict):
+    """How SGLang is started."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: a free one")
+    tp_size: int = Field(1, ge=1)
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    context_length: int | None = Field(None, ge=2)
+    chunked_prefill_size: int | None = Field(None, ge=1)
+    max_total_tokens: int | None = Field(None, ge=1)
+    ready_timeout_s: float = Field(300, gt=0)
+    flags: dict[str, Flag] = Field(default_factory=dict, description="any other flag of sglang.launch_server; true: a bare flag")
+    env: dict[str, str] = Field(default_factory=dict, description="NCCL, CUDA and SGLANG variables of the server")
+    spool: str = Field("", description="empty: /dev/shm/hsnb/{port}")
+
+
+class CaptureParams(_Strict):
+    """What is taken out of the forward pass."""
+
+    boundaries: list[int] = Field(min_length=1)
+    final: Literal["pre", "post"] = "pre"
+    format: Literal["safetensors", "pt"] = "safetensors"
+
+
+class DataParams(_Strict):
+    """What is run through the model: `demo` (the standard library's documentation) or a path."""
+
+    source: str = "demo"
+    samples: int = Field(2048, ge=1, description="demo only")
+
+
+class Deployment(_Strict):
+    """One params/*.yaml: a model, how it is served, what is captured, what is run through it."""
+
+    name: str
+    model: str = Field(description="a folder, or demo:NAME for one that hsnb makes (smollm2-fp32, smollm2-bf16, tiny-deepseek, kimi-shape)")
+    server: ServerParams = ServerParams()
+    capture: CaptureParams
+    data: DataParams = DataParams()
+
+    @classmethod
+    def load(cls, path: str | Path, **overrides: Any) -> Deployment:
+        """Read a YAML file; `overrides` replace top-level parts (a dict replaces keys within a part).
+
+        Raises ParamsError for a missing file, bad YAML, an unknown name or a value out of range.
+        """
+        file = resolve(path)
+        if not file.is_file():
+            found = ", ".join(sorted(p.name for p in file.parent.glob("*.yaml"))) or "none"
+            raise _bad(path, f"no such file as {file}", "a params/*.yaml", "a typo in the name", f"choose one of: {found}")
+        try:
+            tree = yaml.safe_load(file.read_text())
+        except yaml.YAMLError as error:
+            raise _bad(path, " ".join(str(error).split()), "YAML", "a slip of the indentation", "mend the line named") from error
+        if not isinstance(tree, dict):
+            raise _bad(
+                path, f"a {type(tree).__name__}", "a mapping of name, model, server, capture, data", "an empty file", "see params/demo.yaml"
+            )
+        for key, value in overrides.items():
+            tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+        return cls.parse(tree, origin=str(path))
+
+    @classmethod
+    def parse(cls, tree: dict, *, origin: str) -> Deployment:
+        """Validate a mapping; `origin` is named in the error."""
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            part: Any = cls
+            for step in first["loc"][:-1]:
+                part = part.model_fields[step].annotation if isinstance(part, type) and issubclass(part, BaseModel) else part
+            names = ", ".join(part.model_fields) if isinstance(part, type) and issubclass(part, BaseModel) else ""
+            unknown = first["type"] == "extra_forbidden"
+            raise _bad(
+                origin,
+                f"unknown name {where}" if unknown else f"{where} is {first['input']!r}",
+                f"one of: {names}" if unknown else first["msg"][0].lower() + first["msg"][1:],
+                "a typo, or a name from another version" if unknown else "a value of the wrong kind",
+                f"mend {where} in {origin}",
+            ) from error
+
+    def model_path(self) -> Path:
+        """Return the model's folder; `demo:` models are made in the cache when they are not there yet."""
+        if self.model.startswith("demo:"):
+            from hsnb.demo import model_folder
+
+            return model_folder(self.model.removeprefix("demo:"))
+        return resolve(self.model)
+
+    def model_config_json(self) -> dict:
+        """Return the model's config.json. Raises ModelError when the folder has none."""
+        return read_config(self.model_path())
+
+    def check_against_model(self) -> tuple[int, ...]:
+        """Check the boundaries against config.json before anything is loaded; return them ascending."""
+        return bd.check_boundaries(self.capture.boundaries, num_layers(self.model_config_json()))
+
+
+def read_config(folder: Path) -> dict:
+    """Return `folder`/config.json as a dict. Raises ModelError when it is not there or not JSON."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            got=f"{folder}/config.json: {error}",
+            expected="a model folder with a config.json",
+            likely="a wrong path, or a download that is not whole",
+            next="name the folder that holds config.json and the safetensors files",
+        ) from error
+
+
+def num_layers(config: dict) -> int:
+    """Return L, the number of decoder layers."""
+    return int(bd.text_config(config)["num_hidden_layers"])
+
+
+def _bad(origin: str | Path, got: str, expected: str, likely: str, next: str) -> HsnbError:
+    return ParamsError(got=f"{origin}: {got}", expected=expected, likely=likely, next=next)
