@@ -1,0 +1,160 @@
+"""Arm the capture inside a scheduler: two hooks in SGLang's own registry, nothing of SGLang edited.
+
+Hooked (read in 0.5.17, 0.5.20 and 0.5.23): ModelRunner.load_model, after which the model is there and its body's forward is
+wrapped on that one object; ForwardBatch.init_new, which alone sees a request's full length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import hsnb
+from hsnb.patch.armed import Armed, ArmedFile, refuse
+from hsnb.patch.bodies import check_boundaries, find_body
+from hsnb.patch.capture import Capture
+from hsnb.patch.settings import MIN_SGLANG, Settings, sglang_version, version_tuple, visible_env
+from hsnb.patch.spool import dtype_name, remove_leftovers
+
+log = logging.getLogger("sglang.hsnb")
+_captures: list[Capture] = []  # of this process: one, or none
+
+
+def register_hooks() -> None:
+    """Register both hooks. Raises (and writes the refusal) when the settings are off or SGLang is too old."""
+    spool = Path(os.environ["SGLANG_HS_DUMP_DIR"])
+    try:
+        settings = Settings.from_env()
+        if version_tuple(sglang_version()) < MIN_SGLANG:
+            raise ValueError(f"SGLang {sglang_version()}, expected {'.'.join(map(str, MIN_SGLANG))} or newer")
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except Exception as error:
+        refuse(spool, f"{type(error).__name__}: {error}", sglang_version=sglang_version(), patch_version=hsnb.__version__)
+        raise
+
+    def after_load_model(result, runner, *args, **kwargs):
+        try:
+            if not runner.is_draft_worker:
+                _captures[:] = [arm(runner, settings)]
+        except Exception as error:  # the server lives on; the client reads the refusal and goes no further
+            log.exception("hsnb: not armed")
+            rank = _parallel(runner).get("tp_rank", 0)
+            refuse(
+                settings.spool,
+                f"{type(error).__name__}: {error}",
+                rank=rank,
+                sglang_version=sglang_version(),
+                patch_version=hsnb.__version__,
+            )
+        return result
+
+    def after_init_new(result, cls, batch, *args, **kwargs):
+        if _captures and result.forward_mode.is_extend():
+            _captures[0].note_lengths(batch.reqs)
+        return result
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", after_load_model, HookType.AFTER)
+    HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", after_init_new, HookType.AFTER)
+
+
+def _parallel(runner) -> dict[str, int]:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel, args = get_parallel(), runner.server_args
+    sizes = {name: int(getattr(args, name, 1) or 1) for name in ("tp_size", "pp_size", "dp_size")}
+    return {"tp_rank": int(parallel.tp_rank), **sizes}
+
+
+def unsupported(args) -> str:
+    """Return the flag that capture is not proved with and its remedy, "" when there is none. `args`: SGLang's ServerArgs."""
+    off = {
+        "speculative_algorithm": "start the server without --speculative-algorithm: a drafter's server has its own use of the aux states",
+        "enable_dp_attention": "start the server without --enable-dp-attention",
+        "enable_pdmux": "start the server without --enable-pdmux",
+        "enable_torch_compile": "start the server without --enable-torch-compile",
+        "enable_two_batch_overlap": "start the server without --enable-two-batch-overlap",
+        "enable_mixed_chunk": "start the server without --enable-mixed-chunk",
+        "enable_return_aux_hidden_states": "start the server without --enable-return-aux-hidden-states",
+    }
+    for name, remedy in off.items():
+        if getattr(args, name, None):
+            return f"{name} is {getattr(args, name)!r}: {remedy}"
+    for name in ("pp_size", "dp_size"):
+        if (getattr(args, name, 1) or 1) > 1:
+            return f"{name} is {getattr(args, name)}, expected 1: use tensor parallelism (--tp-size)"
+    return ""
+
+
+def arm(runner, settings: Settings) -> Capture:
+    """Wrap the loaded model's body and write armed-{rank}.json. Raises LookupError or ValueError when it must not be armed."""
+    args, config = runner.server_args, runner.model_config
+    if why := unsupported(args):
+        raise ValueError(why)
+    body, spec = find_body(runner.model)
+    num_layers = int(body.config.num_hidden_layers)
+    check_boundaries(settings.boundaries, num_layers, spec, sglang_version())
+    if body.layers_to_capture:
+        raise ValueError(
+            f"the model already captures {list(body.layers_to_capture)} for another purpose: start the server without a drafter"
+        )
+
+    inner = [b for b in settings.boundaries if b < num_layers]
+    body.layers_to_capture = list(inner)
+    read_back, body.layers_to_capture = list(body.layers_to_capture), []
+    if read_back != inner:
+        raise ValueError(f"layers_to_capture reads {read_back} after it was set to {inner}")
+
+    parallel = _parallel(runner)
+    settings.spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if parallel["tp_rank"] == 0:
+        remove_leftovers(settings.spool)
+    config_file = Path(args.model_path) / "config.json"
+    armed = Armed(
+        state="armed",
+        rank=parallel["tp_rank"],
+        pid=os.getpid(),
+        pid_created=_created(),
+        port=int(args.port),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        sglang_version=sglang_version(),
+        patch_version=hsnb.__version__,
+        model_path=str(args.model_path),
+        model_class=type(body).__name__,
+        config_hash=hashlib.sha256(config_file.read_bytes()).hexdigest() if config_file.is_file() else "",
+        num_layers=num_layers,
+        hidden_size=int(body.config.hidden_size),
+        dtype=dtype_name(config.dtype),
+        boundaries=list(settings.boundaries),
+        layers_to_capture=read_back,
+        final=settings.final,
+        format=settings.format,
+        only=settings.only,
+        env=visible_env(),
+        server_args=_plain(args),
+        **parallel,
+    )
+    capture = Capture(body, settings, ArmedFile(settings.spool, armed), writes=armed.rank == 0, warmup=not args.skip_server_warmup)
+    body.forward = capture  # on this object only; nn.Module.__call__ and a direct .forward() both find it
+    log.info("hsnb: armed %s at boundaries %s, final %s, into %s", armed.model_class, armed.boundaries, armed.final, settings.spool)
+    return capture
+
+
+def _created() -> float:
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+_SHOWN = (
+    "tp_size", "pp_size", "dp_size", "dtype", "quantization", "context_length", "chunked_prefill_size", "max_prefill_tokens",
+    "max_total_tokens", "max_running_requests", "disable_radix_cache", "disable_overlap_schedule", "attention_backend", "device",
+    "mem_fraction_static", "kv_cache_dtype", "random_seed", "skip_server_warmup", "disable_cuda_graph", "revision", "load_format",
+)  # fmt: skip
+
+
+def _plain(args) -> dict:
+    values = {name: getattr(args, name, None) for name in _SHOWN}
+    return {k: v if isinstance(v, str | int | float | bool | type(None)) else str(v) for k, v in values.items()}

@@ -1,0 +1,116 @@
+"""armed-{rank}.json: what each scheduler armed, counted and failed at, written from inside it and read by the client.
+
+The file is laid out once with room to spare and its end then rewritten in place, so that it can still be updated when the
+file system is full. Only the standard library is used: this module is imported in every SGLang process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+ARMED_FORMAT = 1
+MAX_FAILURES = 64  # the latest ones; `counts` has the sum
+_ROOM = 48 * 1024  # bytes for counts and failures
+
+
+@dataclass
+class Armed:
+    """One scheduler's account. `state` is "armed", or "refused" with the reason in `error` (nothing is captured then)."""
+
+    state: str
+    error: str = ""
+    rank: int = 0
+    pid: int = 0
+    pid_created: float = 0.0  # seconds since the epoch, as psutil gives it: tells a recycled pid
+    port: int = 0
+    started: str = ""  # ISO 8601, UTC
+    sglang_version: str = ""
+    patch_version: str = ""
+    model_path: str = ""
+    model_class: str = ""
+    config_hash: str = ""  # sha256 of the model's config.json
+    num_layers: int = 0
+    hidden_size: int = 0
+    dtype: str = ""  # of the model's forward: "float32", "bfloat16", ...
+    boundaries: list[int] = field(default_factory=list)
+    layers_to_capture: list[int] = field(default_factory=list)  # read back from the model after setting it
+    final: str = ""
+    format: str = ""
+    only: str = ""
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    env: dict[str, str] = field(default_factory=dict)  # NCCL_*, CUDA_* and SGLANG_* as this scheduler really has them
+    server_args: dict = field(default_factory=dict)  # SGLang's own, those that are plain values
+    counts: dict[str, int] = field(default_factory=dict)  # captured, failed, and seen but not asked for: warmup, health, other
+    failures: list[dict[str, str]] = field(default_factory=list)  # {"request_id", "error"}
+    hsnb_format: int = ARMED_FORMAT
+
+
+class ArmedFile:
+    """The writing side: one file, held open, its changing end rewritten in place.
+
+    Raises OSError when `spool` cannot be written to.
+    """
+
+    def __init__(self, spool: Path, armed: Armed):
+        self.path = spool / f"armed-{armed.rank}.json"
+        self.armed = armed
+        fixed = {k: v for k, v in asdict(armed).items() if k not in ("counts", "failures")}
+        head = json.dumps(fixed, indent=1).encode()[:-2] + b",\n"
+        temporary = spool / f".armed-{armed.rank}.{os.getpid()}.tmp"
+        self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._offset = os.write(self._fd, head)
+        self.update()
+        os.replace(temporary, self.path)
+
+    def update(self) -> None:
+        """Write the present counts and failures; JSON allows the padding of spaces."""
+        tail = json.dumps({"counts": self.armed.counts, "failures": self.armed.failures}).encode()[1:]
+        os.pwrite(self._fd, tail.ljust(_ROOM), self._offset)
+
+    def count(self, what: str) -> None:
+        """Count one request."""
+        self.armed.counts[what] = self.armed.counts.get(what, 0) + 1
+        self.update()
+
+    def fail(self, request_id: str, error: str) -> None:
+        """Count a failed request and keep the reason where the client can read it."""
+        self.armed.failures.append({"request_id": request_id[:200], "error": error[:240]})
+        del self.armed.failures[:-MAX_FAILURES]
+        self.count("failed")
+
+
+def refuse(spool: Path, error: str, **known) -> None:
+    """Write why nothing is captured to armed-{rank}.json."""
+    spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ArmedFile(spool, Armed(state="refused", error=error, pid=os.getpid(), **known))
+
+
+def read_armed(spool: Path) -> list[Armed]:
+    """Return what the schedulers of `spool` armed, by rank; an empty list when no plug-in wrote there.
+
+    A file caught in the middle of a rewrite is read again; unknown fields (a newer plug-in) are ignored.
+    """
+    known = {f.name for f in fields(Armed)}
+    found = []
+    for path in sorted(Path(spool).glob("armed-*.json")):
+        for attempt in range(5):
+            try:
+                tree = json.loads(path.read_bytes())
+                break
+            except FileNotFoundError:
+                tree = None
+                break
+            except ValueError:
+                if attempt == 4:
+                    raise
+                time.sleep(0.02)
+        if tree:
+            found.append(Armed(**{k: v for k, v in tree.items() if k in known}))
+    return sorted(found, key=lambda a: a.rank)

@@ -1,0 +1,188 @@
+"""The spool's two layouts (docs/dump-format.md): a request's rows are put in place chunk by chunk and published by rename.
+
+safetensors: the length is known at the first chunk, so the file is laid out at its full size and each chunk is written where
+it belongs; nothing but the chunk is held in memory. That is why the header is written here and not by the safetensors
+package, which saves whole tensors only; the reader is that package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import xxhash
+
+_CHUNKS_ROOM = 4096  # bytes of header for the list of chunks
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def file_stem(request_id: str) -> str:
+    """Return the file name of a request: a hash, because a request id is never used as a path."""
+    return xxhash.xxh3_128_hexdigest(request_id.encode())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class Request:
+    """What is known of a request when its first rows arrive."""
+
+    request_id: str
+    num_tokens: int  # S, of the whole prompt
+    kind: str  # data | warmup | health
+    columns: int  # K + 1
+    hidden_size: int
+    dtype: torch.dtype
+    meta: dict[str, str]  # what every dump of this server says of itself
+    chunks: list[list[int]] = field(default_factory=list)
+
+    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Note that rows start..start+n arrived. Raises ValueError when they are not the next ones, or of another shape."""
+        n = token_ids.shape[0]
+        if tuple(states.shape) != (n, self.columns, self.hidden_size) or states.dtype != self.dtype:
+            raise ValueError(f"states are {states.dtype}{list(states.shape)}, expected {self.dtype}[{n},{self.columns},{self.hidden_size}]")
+        if start != self.next_row or start + n > self.num_tokens:
+            raise ValueError(f"rows {start}..{start + n - 1} arrived, expected row {self.next_row} of {self.num_tokens} next")
+        self.chunks.append([start, start + n])
+
+    @property
+    def next_row(self) -> int:
+        return self.chunks[-1][1] if self.chunks else 0
+
+    @property
+    def whole(self) -> bool:
+        return self.next_row == self.num_tokens
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        n = os.pwrite(fd, data[: 1 << 30], offset)  # one call writes at most 2 GiB
+        data, offset = data[n:], offset + n
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+class SafetensorsRequest(Request):
+    """hidden_states [S, K+1, H] and token_ids int64 [S] in DIR/{hash}.safetensors."""
+
+    def begin(self, spool: Path) -> None:
+        """Lay the file out at its full size. Raises OSError (ENOSPC before a byte of states is written)."""
+        self._path = spool / f"{file_stem(self.request_id)}.safetensors"
+        self._temporary = spool / f".{file_stem(self.request_id)}.{os.getpid()}.tmp"
+        self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._row = self.columns * self.hidden_size * self.dtype.itemsize
+        self._header_size = len(self._header([])) + _CHUNKS_ROOM & ~7
+        self._ids_at = 8 + self._header_size
+        self._states_at = self._ids_at + 8 * self.num_tokens  # int64 first: both stay aligned
+        os.posix_fallocate(self._fd, 0, self._states_at + self.num_tokens * self._row)
+
+    def _header(self, chunks: list[list[int]]) -> bytes:
+        ids, states = 8 * self.num_tokens, self.num_tokens * self.columns * self.hidden_size * self.dtype.itemsize
+        tree = {
+            "__metadata__": {**self.meta, "request_id": self.request_id, "kind": self.kind, "chunks": json.dumps(chunks)},
+            "token_ids": {"dtype": "I64", "shape": [self.num_tokens], "data_offsets": [0, ids]},
+            "hidden_states": {
+                "dtype": _DTYPES[self.dtype],
+                "shape": [self.num_tokens, self.columns, self.hidden_size],
+                "data_offsets": [ids, ids + states],
+            },
+        }
+        return json.dumps(tree).encode()
+
+    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor) -> None:
+        super().put(start, states, token_ids)
+        _write_all(self._fd, _bytes(token_ids.to(torch.int64)), self._ids_at + 8 * start)
+        _write_all(self._fd, _bytes(states), self._states_at + start * self._row)
+
+    def publish(self, spool: Path) -> None:
+        header = self._header(self.chunks)
+        if len(header) > self._header_size:  # a very long prompt in very many chunks: say only that it is whole
+            header = self._header([[0, self.num_tokens]])
+        _write_all(self._fd, memoryview(self._header_size.to_bytes(8, "little") + header.ljust(self._header_size)), 0)
+        os.close(self._fd)
+        os.replace(self._temporary, self._path)
+
+    def discard(self) -> None:
+        os.close(self._fd)
+        self._temporary.unlink(missing_ok=True)
+
+
+class PtRequest(Request):
+    """aux_0.pt ... and final.pt [S, H] with metadata.json in DIR/req_{N}: the layout this project started from.
+
+    The rows are held in host memory until the prompt is whole (torch.save writes whole tensors).
+    """
+
+    def begin(self, spool: Path) -> None:
+        self._folder = spool / f".req.{file_stem(self.request_id)}.{os.getpid()}.tmp"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
+        self._columns = [torch.empty(self.num_tokens, self.hidden_size, dtype=self.dtype) for _ in range(self.columns)]
+        self._ids = torch.empty(self.num_tokens, dtype=torch.int64)
+
+    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor) -> None:
+        super().put(start, states, token_ids)
+        rows = slice(start, start + token_ids.shape[0])
+        for k, column in enumerate(self._columns):
+            column[rows] = states[:, k]
+        self._ids[rows] = token_ids
+
+    def publish(self, spool: Path) -> None:
+        n = _next_number(spool)
+        names = [f"aux_{k}.pt" for k in range(self.columns - 1)] + ["final.pt"]
+        for name, column in zip(names, self._columns, strict=True):
+            torch.save(column, self._folder / name)  # a tensor of its own: a view would save its whole storage
+        boundaries = json.loads(self.meta["boundaries"])
+        tree = {
+            **self.meta,
+            "request_id": self.request_id,
+            "req": n,
+            "num_tokens": self.num_tokens,
+            "layer_ids": boundaries,  # SGLang's layers_to_capture has the same numbers
+            "boundaries": boundaries,
+            "token_ids": self._ids.tolist(),
+            "kind": self.kind,
+            "chunks": self.chunks,
+        }
+        (self._folder / "metadata.json").write_text(json.dumps(tree))
+        os.rename(self._folder, spool / f"req_{n}")
+        _replace_text(spool / ".next", str(n + 1))
+
+    def discard(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _next_number(spool: Path) -> int:
+    """Return N of the next req_N: what .next says, and never a folder that is there; it outlives an emptied spool."""
+    highest = max((int(p.name[4:]) for p in spool.glob("req_*") if p.name[4:].isdigit()), default=-1)
+    try:
+        return max(int((spool / ".next").read_text()), highest + 1)
+    except (OSError, ValueError):
+        return highest + 1
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def remove_leftovers(spool: Path) -> None:
+    """Remove what a killed server had begun: no one finishes another process's temporary file."""
+    for path in spool.glob(".*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+LAYOUTS = {"safetensors": SafetensorsRequest, "pt": PtRequest}
