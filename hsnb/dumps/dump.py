@@ -1,0 +1,106 @@
+"""What every dump offers, whatever its layout."""
+
+from __future__ import annotations
+
+import html
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from hsnb.errors import DumpError
+
+UNKNOWN = "unknown"
+
+
+class Dump(ABC):
+    """The states of one request: boundaries ascending, the final state last.
+
+    Attributes: path; layout ("safetensors" | "pt"); request_id; num_tokens (S); hidden_size (H); columns (boundaries + final);
+    dtype; boundaries (tuple of ints, or "unknown"); final ("pre" | "post" | "unknown"); kind ("data" | "warmup" | "health" |
+    "unknown"); metadata (as written).
+    """
+
+    path: Path
+    layout: str
+    request_id: str
+    num_tokens: int
+    hidden_size: int
+    columns: int
+    dtype: torch.dtype
+    boundaries: tuple[int, ...] | str
+    final: str
+    kind: str
+    metadata: dict
+
+    @property
+    @abstractmethod
+    def token_ids(self) -> torch.Tensor | None:
+        """int64 [S] as the model ran them, None when the file does not hold them."""
+
+    @abstractmethod
+    def column(self, index: int) -> torch.Tensor:
+        """Return one column [S, H] in the stored dtype; -1 is the final state. Reads that column only."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of states, without headers and ids."""
+
+    def state(self, boundary: int | str) -> torch.Tensor:
+        """Return boundary k, or "final", as [S, H]. Raises DumpError when the dump does not hold it, or does not say which it holds."""
+        if boundary == "final":
+            return self.column(-1)
+        if self.boundaries == UNKNOWN or boundary not in self.boundaries:
+            raise DumpError(
+                got=f"{self.path}: boundary {boundary} asked of boundaries {self.describe(self.boundaries)}",
+                expected="one that the dump holds",
+                likely="files of a tool that does not write them down"
+                if self.boundaries == UNKNOWN
+                else "the server was armed with others",
+                next="read it by .column(index)" if self.boundaries == UNKNOWN else f"ask for one of {list(self.boundaries)}",
+            )
+        return self.column(self.boundaries.index(boundary))
+
+    def states(self) -> torch.Tensor:
+        """Return everything as [S, columns, H]."""
+        return torch.stack([self.column(k) for k in range(self.columns)], dim=1)
+
+    @staticmethod
+    def describe(value) -> str:
+        return UNKNOWN if value == UNKNOWN else str(list(value))
+
+    def frame(self):
+        """Return one row a column: name, norm of the rows (median, first token apart), largest absolute value."""
+        import pandas as pd
+
+        names = [f"B_{b}" for b in self.boundaries] if self.boundaries != UNKNOWN else [f"column {k}" for k in range(self.columns - 1)]
+        rows = []
+        for k, name in enumerate([*names, f"final ({self.final})"]):
+            values = self.column(k).float()
+            norms = values.norm(dim=-1)
+            rest = norms[1:].median().item() if len(norms) > 1 else float("nan")
+            rows.append({"state": name, "norm of token 0": norms[0].item(), "median norm": rest, "largest": values.abs().max().item()})
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "request": self.request_id,
+            "tokens": f"{self.num_tokens:,}",
+            "boundaries": self.describe(self.boundaries),
+            "final": self.final,
+            "states": f"{self.columns} x {self.num_tokens} x {self.hidden_size} {str(self.dtype).removeprefix('torch.')}, {self.nbytes:,} bytes",
+            "path": self.path,
+        }
+        cells = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows.items())
+        return f"<table>{cells}</table>"
+
+
+def unreadable(path: Path, why: object, next: str = "extract the sample again") -> DumpError:
+    """Build the error for a file that is not a whole dump."""
+    return DumpError(
+        got=f"{path}: {' '.join(str(why).split())}",
+        expected="a whole dump",
+        likely="a truncated or foreign file",
+        next=next,
+    )

@@ -1,0 +1,58 @@
+"""The safetensors layout: hidden_states [S, K+1, H] and token_ids [S]. vLLM's and speculators' files have it too, unlabelled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hsnb.dumps.dump import UNKNOWN, Dump, unreadable
+
+
+class SafetensorsDump(Dump):
+    """One .safetensors file, mapped: a column is read when it is asked for."""
+
+    layout = "safetensors"
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with safe_open(path, "pt") as file:
+                names = set(file.keys())
+                meta = file.metadata() or {}
+                if not {"hidden_states", "token_ids"} <= names:
+                    raise ValueError(f"tensors {sorted(names)}, expected hidden_states and token_ids")
+                shape = file.get_slice("hidden_states").get_shape()
+                if len(shape) != 3 or file.get_slice("token_ids").get_shape() != [shape[0]]:
+                    raise ValueError(
+                        f"hidden_states {shape} beside token_ids {file.get_slice('token_ids').get_shape()}, expected [S,K+1,H] and [S]"
+                    )
+                self.dtype = file.get_slice("hidden_states")[:0].dtype
+            boundaries = tuple(json.loads(meta["boundaries"])) if "boundaries" in meta else UNKNOWN
+            if boundaries != UNKNOWN and len(boundaries) + 1 != shape[1]:
+                raise ValueError(f"{shape[1]} columns for boundaries {list(boundaries)} and the final")
+        except (SafetensorError, ValueError, OSError) as error:
+            raise unreadable(path, error) from error
+        self.num_tokens, self.columns, self.hidden_size = shape
+        self.metadata, self.boundaries, self.final = meta, boundaries, meta.get("final", UNKNOWN)
+        self.request_id, self.kind = meta.get("request_id", path.stem), meta.get("kind", UNKNOWN)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        with safe_open(self.path, "pt") as file:
+            return file.get_tensor("token_ids").to(torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_tokens * self.columns * self.hidden_size * self.dtype.itemsize
+
+    def column(self, index: int) -> torch.Tensor:
+        index = range(self.columns)[index]
+        with safe_open(self.path, "pt") as file:
+            return file.get_slice("hidden_states")[:, index : index + 1, :].squeeze(1)
+
+    def states(self) -> torch.Tensor:
+        with safe_open(self.path, "pt") as file:
+            return file.get_tensor("hidden_states")
