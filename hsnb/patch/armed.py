@@ -70,8 +70,12 @@ class ArmedFile:
         os.replace(temporary, self.path)
 
     def update(self) -> None:
-        """Write the present counts and failures; JSON allows the padding of spaces."""
-        tail = json.dumps({"counts": self.armed.counts, "failures": self.armed.failures}).encode()[1:]
+        """Write the present counts and failures, the oldest left out if they would outgrow their room; JSON allows padding."""
+        while True:
+            tail = json.dumps({"counts": self.armed.counts, "failures": self.armed.failures}, ensure_ascii=False).encode()[1:]
+            if len(tail) <= _ROOM:
+                break
+            del self.armed.failures[0]
         os.pwrite(self._fd, tail.ljust(_ROOM), self._offset)
 
     def count(self, what: str) -> None:
