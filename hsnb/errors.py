@@ -21,6 +21,10 @@ class HsnbError(Exception):
         """Return the four parts, for --json and reports."""
         return {"got": self.got, "expected": self.expected, "likely": self.likely, "next": self.next}
 
+    def _render_traceback_(self) -> list[str]:
+        """Show one line in a notebook (IPython asks for this): where hsnb raised it is not the reader's concern."""
+        return [str(self)]
+
     def __str__(self) -> str:
         return f"{type(self).__name__}: {self.got}, expected {self.expected}. Likely: {self.likely}. Next: {self.next}"
 

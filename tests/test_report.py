@@ -1,0 +1,209 @@
+"""Reports: what a browser would load (nothing), what stands on top of a failed one, the index, and the progress display."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+
+import nbformat
+import pytest
+
+from hsnb import progress, report
+from hsnb.errors import DumpError, ParamsError
+from hsnb.progress import Progress
+from tests.test_notebook_params import EXTRACT_CELL, make_project, notebook_of
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+new = nbformat.v4
+
+
+def executed(*outputs, status="completed", code="x", **pm) -> nbformat.NotebookNode:
+    """Return a notebook as papermill leaves it."""
+    nb = notebook_of(EXTRACT_CELL, code, title="Extract `states`")
+    nb.cells[-1].outputs = list(outputs)
+    facts = {"start_time": "2026-01-02T03:04:05.678+00:00", "end_time": "2026-01-02T03:05:05+00:00", "duration": 75.2}
+    nb.metadata["papermill"] = facts | {"parameters": {"shard": 4}} | pm
+    return nb
+
+
+def failure(error: Exception):
+    name = type(error).__name__
+    return new.new_output("error", ename=name, evalue=str(error), traceback=["\x1b[31m----\x1b[0m", f"{name}: {error}"])
+
+
+def loads(page: str) -> list[str]:
+    """Return what a browser would fetch for `page` from elsewhere."""
+    tags = re.findall(r"<(?!a\b)[a-z][^>]*?\s(?:src|href|srcset|data|poster|xlink:href)\s*=\s*[\"']?\s*(?:https?:)?//[^>]*>", page, re.I)
+    return tags + re.findall(r"@import|url\(\s*[\"']?\s*(?:https?:)?//[^)]*\)", page, re.I) + re.findall(r"<script|<link", page, re.I)
+
+
+def test_the_checker_of_this_test_finds_what_would_be_loaded():
+    assert len(loads('<img src="https://a/b.png"><script src="//x"></script><style>@import "x"; a {b: url(http://c)}</style>')) == 5
+
+
+def test_a_report_loads_and_runs_nothing(tmp_path):
+    (tmp_path / "fig.png").write_bytes(base64.b64decode(PIXEL))
+    page = """<script src="https://cdn.example/x.js"></script><script>alert(1)</script><link rel="stylesheet" href="https://cdn.example/x.css">
+    <style>@import url("https://cdn.example/f.css"); p { background: url('http://cdn.example/b.png'); color: red }</style>
+    <p style="background: url(//cdn.example/c.png)" onclick="go()">kept text</p><iframe src="http://cdn.example/"></iframe>
+    <img src="https://cdn.example/far.png"><img src="fig.png"><img srcset="a.png 1x, https://cdn.example/2x.png 2x">
+    <svg><image href="https://cdn.example/s.png"/><image xlink:href="http://cdn.example/t.png"/></svg>
+    <a href="https://docs.example/">a plain link</a>"""
+    nb = executed(
+        new.new_output("display_data", data={"text/html": page}),
+        new.new_output("display_data", data={"image/png": PIXEL}),
+        new.new_output("display_data", data={"application/javascript": "fetch('https://cdn.example')"}),
+        new.new_output("display_data", data={report.WIDGET_VIEW: {"model_id": "1"}, "text/plain": "IntSlider(value=0)"}),
+        new.new_output("stream", name="stdout", text="plain words"),
+    )
+    nb.cells[0].source += "\n\n$x^2$ ![far](https://cdn.example/md.png) ![near](fig.png)"
+    nb.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
+    file = tmp_path / "03_extract.ipynb"
+    nbformat.write(nb, file)
+    html = report.render(file)
+    text = html.read_text()
+    assert html == tmp_path / "03_extract.html"
+    assert loads(text) == []
+    assert "cdn.example/x" not in text
+    assert "alert(1)" not in text
+    assert "onclick" not in text
+    assert "IntSlider" not in text
+    assert text.count(f"data:image/png;base64,{PIXEL}") == 3  # the output, the HTML's and the markdown's
+    assert "not embedded: https://cdn.example/far.png" in text
+    assert '<a href="https://docs.example/">a plain link</a>' in text
+    assert "<title>Extract states</title>" in text
+    assert "plain words" in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'class="hsnb-banner"' not in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["03_extract.html", "03_extract.ipynb", "fig.png"]
+
+
+def test_a_failed_notebook_says_so_on_top_in_the_errors_own_line(tmp_path):
+    error = DumpError(got="hidden is <bf16>[2047,7168]", expected="bf16[2048,7168]", likely="a chunk is missing", next="hsnb verify")
+    nb = executed(failure(error))
+    marker = new.new_markdown_cell("An Exception was encountered", metadata={"tags": [report.ERROR_MARKER_TAG]})
+    nb.cells.insert(0, marker)  # papermill's
+    text = report.write_html(nb, tmp_path / "x.html").read_text()
+    line = "DumpError: hidden is &lt;bf16&gt;[2047,7168], expected bf16[2048,7168]. Likely: a chunk is missing. Next: hsnb verify"
+    assert f"<pre>{line}</pre>" in text
+    assert "DumpError: DumpError" not in text.split("</pre>")[0]
+    assert text.index('role="alert"') < text.index("<h1")
+    assert "An Exception was encountered" not in text
+    assert f'href="#cell-id={nb.cells[-1].id}"' in text
+    assert f'id="cell-id={nb.cells[-1].id}"' in text
+
+
+def test_outcomes():
+    assert report.Outcome.of(executed()).status == "passed"
+    failed = report.Outcome.of(executed(failure(ZeroDivisionError("division by zero"))))
+    assert (failed.status, failed.error, failed.seconds) == ("failed", "ZeroDivisionError: division by zero", 75.2)
+    assert report.Outcome.of(executed(new.new_output("error", ename="SystemExit", evalue="0", traceback=[]))).status == "passed"
+    killed = executed(end_time=None, duration=None)
+    assert report.Outcome.of(killed).status == "unfinished"
+    assert "is still running, or was killed" in report.to_html(killed, report.Path("."))
+    dead = executed()
+    dead.metadata["hsnb"] = {"error": "DeadKernelError: Kernel died"}
+    assert report.Outcome.of(dead).error == "DeadKernelError: Kernel died"
+    assert report.Outcome.of(notebook_of(EXTRACT_CELL)).status == "not run"
+
+
+def test_the_index_of_a_run_has_the_failed_ones_first(tmp_path, monkeypatch):
+    root = make_project(tmp_path)
+    monkeypatch.setenv("HSNB_ROOT", str(root))
+    folder = root / "outputs" / "demo"
+    folder.mkdir()
+    nbformat.write(executed(), folder / "01_probe.ipynb")
+    nbformat.write(executed(end_time=None, duration=None), folder / "02_divergence.ipynb")
+    nbformat.write(executed(failure(ValueError("a < b"))), folder / "03_extract-shard-0004.ipynb")
+    result = report.report_run("demo")
+    assert [row["notebook"] for row in result.rows] == ["03_extract-shard-0004.ipynb", "02_divergence.ipynb", "01_probe.ipynb"]
+    text = result.index.read_text()
+    assert result.index == folder / "index.html"
+    assert loads(text) == []
+    assert "3 notebooks: 1 failed, 1 unfinished, 1 passed." in text
+    assert "ValueError: a &lt; b" in text
+    assert "shard=4" in text
+    assert "1 min 15 s" in text
+    assert "2026-01-02 03:04:05" in text
+    pages = {"01_probe.html", "02_divergence.html", "03_extract-shard-0004.html"}
+    assert {f.name for f in folder.glob("*.html")} == pages | {"index.html"}
+    assert set(re.findall(r'href="([^"]*)"', text)) == pages
+
+
+def test_a_run_that_is_not_there_is_refused_and_not_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSNB_ROOT", str(make_project(tmp_path)))
+    with pytest.raises(ParamsError, match=r"no run 'dmeo' .* expected one of: none yet"):
+        report.report_run("dmeo")
+    with pytest.raises(ParamsError, match=r"no run '\.\.'"):
+        report.report_run("..")
+    assert not list((tmp_path / "outputs").iterdir())
+
+
+def test_durations():
+    assert [report.duration(s) for s in (None, 3.14, 75.2, 3675)] == ["", "3.1 s", "1 min 15 s", "1 h 01 min"]
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with Progress(100, unit="tokens", desc="shard 4") as p:
+        assert p.eta_s is None
+        for _ in range(25):
+            clock[0] += 1
+            p.advance(4, note="sample 7")
+            if p.done == 48:
+                assert (p.rate, p.eta_s) == (4.0, 13.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "shard 4: 40 of 100 tokens · 40 % · 4.00 tokens/s · 0:15 left · sample 7",
+        "shard 4: 80 of 100 tokens · 80 % · 4.00 tokens/s · 0:05 left · sample 7",
+        "shard 4: 100 of 100 tokens · 100 % · 4.00 tokens/s · took 0:25 · sample 7",
+    ]
+
+
+def test_the_rate_is_that_of_the_last_minute(capsys, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with Progress(None, unit="samples") as p:
+        for step in [100] + [1] * 120:
+            clock[0] += step
+            p.advance(10)
+        assert 9.9 < p.rate <= 10.0
+        assert p.eta_s is None
+    assert p.rate == pytest.approx(1210 / 220)
+
+
+def test_a_stopped_loop_shows_where_it_stopped(capsys):
+    with pytest.raises(RuntimeError), Progress(10, unit="samples") as p:
+        p.advance(3)
+        raise RuntimeError
+    assert "3 of 10 samples" in capsys.readouterr().err
+    assert "stopped after 0:00" in str(p)
+
+
+@pytest.mark.notebook
+def test_a_loop_of_500_leaves_one_output_with_the_last_state():
+    from nbclient import NotebookClient
+
+    code = """import time
+from hsnb.progress import Progress
+with Progress(500, unit="tokens", desc="shard 4") as p:
+    for i in range(500):
+        p.advance(1, note=f"sample {i}")
+        time.sleep(0.003)"""
+    nb = new.new_notebook(cells=[new.new_code_cell(code)])
+    start = time.monotonic()
+    client = NotebookClient(nb, kernel_name="python3")
+    updates = []
+    process = client.process_message
+    client.process_message = lambda msg, *a, **k: (updates.append(msg["msg_type"]), process(msg, *a, **k))[1]
+    client.execute()
+    seconds = time.monotonic() - start
+    (output,) = nb.cells[0].outputs
+    assert output.output_type == "display_data"
+    text = output.data["text/plain"]
+    assert text.startswith("shard 4: 500 of 500 tokens · 100 % ·")
+    assert text.endswith("· sample 499")
+    assert "500 of 500 tokens" in output.data["text/html"]
+    assert 2 <= updates.count("update_display_data") <= 2 * seconds + 1
