@@ -1,0 +1,92 @@
+"""Checks of one dump against what was asked for: the same for the probe (all of them shown) and the extraction (one fails, all stop)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hsnb.dumps import Dump
+from hsnb.errors import DumpError
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a verdict: what was measured, the bar and where it comes from, and what this check cannot see."""
+
+    name: str
+    value: str
+    threshold: str
+    ok: bool
+    blind_to: str = ""
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asked for: int token ids [S], the server's boundaries and final state, its width and dtype."""
+
+    token_ids: torch.Tensor
+    boundaries: tuple[int, ...]
+    final: str
+    hidden_size: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """S x (K + 1) x H x bytes a number."""
+        return len(self.token_ids) * (len(self.boundaries) + 1) * self.hidden_size * getattr(torch, self.dtype).itemsize
+
+
+def dump_checks(dump: Dump, asked: Asked) -> list[Check]:
+    """Compare a dump with what was asked: labels, rows, width, dtype, bytes, token echo, and rows that cannot be states."""
+    checks = [
+        _equal("boundaries", dump.describe(dump.boundaries), str(list(asked.boundaries)), "whether the tensor is the one the label says"),
+        _equal("final state", dump.final, asked.final, "whether the norm was really applied"),
+        _equal("rows", dump.num_tokens, len(asked.token_ids), "rows in another order"),
+        _equal("columns", dump.columns, len(asked.boundaries) + 1),
+        _equal("hidden size", dump.hidden_size, asked.hidden_size),
+        _equal("dtype", str(dump.dtype).removeprefix("torch."), asked.dtype),
+        _equal("bytes of states", dump.nbytes, asked.nbytes),
+    ]
+    ids = dump.token_ids
+    same = ids is not None and torch.equal(ids, asked.token_ids.to(torch.int64))
+    checks.append(
+        Check("token echo", "equal" if same else "other ids", "the ids that were sent", same, "states of another request under these ids")
+    )
+    return [*checks, *row_checks(dump)]
+
+
+def row_checks(dump: Dump) -> Iterable[Check]:
+    """Count rows that no forward pass gives: NaN or infinite, all zero, constant over the width."""
+    states = dump.states()
+    names = [*(f"B_{b}" for b in dump.boundaries), "final"] if not isinstance(dump.boundaries, str) else list(map(str, range(dump.columns)))
+    low, high = states.amin(-1), states.amax(-1)  # [S, columns]; NaN is passed on
+    for what, bad in (
+        ("finite rows", ~(torch.isfinite(low) & torch.isfinite(high))),
+        ("rows not zero", (low == 0) & (high == 0)),
+        ("rows not constant", (low == high) & (low != 0)),
+    ):
+        where = bad.nonzero()
+        value = f"{len(where)} bad" if not len(where) else f"{len(where)} bad, first: row {int(where[0, 0])} of {names[int(where[0, 1])]}"
+        yield Check(what, value, "0 bad", not len(where), "plausible states of another place")
+
+
+def require(checks: list[Check], what: str, next: str) -> None:
+    """Raise DumpError naming the first check that failed. `what` is the thing checked, e.g. "sample 17"."""
+    for check in checks:
+        if not check.ok:
+            raise DumpError(
+                got=f"{what}: {check.name} is {check.value}",
+                expected=check.threshold,
+                likely="the dump is not the one asked for, or a chunk of the prefill is missing",
+                next=next,
+            )
+
+
+def _equal(name: str, got, expected, blind_to: str = "") -> Check:
+    shown = f"{got:,}" if isinstance(got, int) else str(got)
+    return Check(name, shown, f"{expected:,}" if isinstance(expected, int) else str(expected), got == expected, blind_to)

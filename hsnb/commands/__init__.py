@@ -1,0 +1,1 @@
+"""The subcommands of `hsnb` that no other module holds: one file each."""

@@ -1,0 +1,28 @@
+"""`hsnb prepare`: write a run's Arrow data set, with every sample's row fixed, before any shard is extracted."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hsnb.data import prepare
+from hsnb.params import Deployment
+from hsnb.paths import run_dir
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("params", nargs="?", default="params/demo.yaml", help="a params/*.yaml (default: %(default)s)")
+    parser.add_argument("--run", default="demo", help="outputs/RUN/data is written (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, default=512, metavar="TOKENS", help="longest sample (default: %(default)s)")
+    parser.add_argument("--too-long", choices=["error", "skip", "truncate"], default="error", help="what to do with a longer one")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    data = prepare(Deployment.load(args.params), run_dir(args.run) / "data", max_length=args.max_length, too_long=args.too_long)
+    counts = {name: getattr(data, name) for name in ("rows", "tokens", "masked_tokens", "skipped", "truncated", "unmasked")}
+    return {"path": str(data.path), **counts, "fingerprint": data.fingerprint, "reused": data.reused}
+
+
+def text(result: dict[str, Any]) -> str:
+    how = "as prepared before" if result["reused"] else "prepared"
+    return f"{result['path']}: {result['rows']:,} samples, {result['tokens']:,} tokens ({result['masked_tokens']:,} trained), {how}"

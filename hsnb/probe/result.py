@@ -1,0 +1,106 @@
+"""The probe's result: every check with its bar, one verdict, and what it does not prove."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hsnb.checks import Check
+from hsnb.errors import CaptureError
+from hsnb.paths import write_json
+
+NOT_PROVED = (
+    "That the boundaries before the last are the layers their labels say: this probe sees the final state through the logprobs, "
+    "and of the others only that they are finite, of the right shape and of the right request."
+)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The verdict on one server: `verdict` is PASS or FAIL; `pid` and `started` say which server it was."""
+
+    checks: tuple[Check, ...]
+    model: str
+    sglang_version: str
+    boundaries: tuple[int, ...]
+    final: str
+    pid: int
+    started: str
+    dtype: str
+    logprob_errors: dict[str, tuple[float, ...]] = field(default_factory=dict)  # |error| in nats, per text prompt and token
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.checks) and all(c.ok for c in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        return "PASS" if self.ok else "FAIL"
+
+    @property
+    def failed(self) -> list[Check]:
+        return [c for c in self.checks if not c.ok]
+
+    def as_dict(self) -> dict:
+        """Return everything as plain values, for --json."""
+        return {
+            "verdict": self.verdict,
+            "model": self.model,
+            "sglang_version": self.sglang_version,
+            "boundaries": list(self.boundaries),
+            "final": self.final,
+            "pid": self.pid,
+            "started": self.started,
+            "checks": [c.as_dict() for c in self.checks],
+            "not_proved": NOT_PROVED,
+        }
+
+    def save(self, folder: Path) -> Path:
+        """Write the result as probe.json beside the run's notebooks."""
+        return write_json(folder / "probe.json", self.as_dict())
+
+    def frame(self):
+        """Return the checks as a table."""
+        import pandas as pd
+
+        rows = [{"check": c.name, "value": c.value, "threshold": c.threshold, "result": "pass" if c.ok else "FAIL"} for c in self.checks]
+        return pd.DataFrame(rows)
+
+    def plot(self, ax=None):
+        """Draw the errors of the rebuilt logprobs against their bar."""
+        from hsnb.figures import logprob_errors
+        from hsnb.probe.judge import LOGPROB_BARS
+
+        return logprob_errors(self.logprob_errors, LOGPROB_BARS[self.dtype][1], ax)
+
+    def require(self) -> None:
+        """Raise CaptureError when the verdict is not PASS, so that a notebook and its process fail."""
+        if self.ok:
+            return
+        first = self.failed[0]
+        raise CaptureError(
+            got=f"the probe's verdict is {self.verdict}: {first.name} is {first.value}; "
+            f"{len(self.failed)} of {len(self.checks)} checks failed",
+            expected=first.threshold,
+            likely="the dump does not hold what its labels say, or another server's files lie in the spool",
+            next="do not extract from this server; start it again and probe it",
+        )
+
+    def text(self) -> str:
+        """Return the verdict and the failed checks, for a terminal."""
+        lines = [f"{self.verdict}: {sum(c.ok for c in self.checks)} of {len(self.checks)} checks passed"]
+        lines += [f"  {c.name}: {c.value}, expected {c.threshold}" for c in self.failed]
+        return "\n".join([*lines, f"Not proved: {NOT_PROVED}"])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(c.name)}</td><td>{html.escape(c.value)}</td><td>{html.escape(c.threshold)}</td>"
+            f"<td><b>{'pass' if c.ok else 'FAIL'}</b></td></tr>"
+            for c in self.checks
+        )
+        return (
+            f"<p><b>Verdict: {self.verdict}</b> ({sum(c.ok for c in self.checks)} of {len(self.checks)} checks passed)</p>"
+            "<table><tr><th style='text-align:left'>check</th><th>value</th><th>threshold</th><th>result</th></tr>"
+            f"{rows}</table><p>Not proved: {html.escape(NOT_PROVED)}</p>"
+        )

@@ -1,0 +1,87 @@
+"""The final norm and the output head of a checkpoint, read from the files that hold them and no others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from hsnb.boundaries import text_config
+from hsnb.errors import ModelError
+from hsnb.params import read_config
+
+_PREFIXES = ("", "language_model.")  # Kimi-K2.5 wraps its language model
+_VOCAB_BLOCK = 16384  # rows of the head in float32 at a time: 470 MB at 7168 wide
+
+
+@dataclass(frozen=True)
+class Head:
+    """norm [H], eps, head [V, H] in the checkpoint's dtype."""
+
+    norm: torch.Tensor
+    eps: float
+    head: torch.Tensor
+
+    @classmethod
+    def load(cls, folder: Path) -> Head:
+        """Read norm and head of the model in `folder`; tied embeddings are followed.
+
+        Raises ModelError naming the tensors looked for, or a norm that is not an RMS norm with a plain weight.
+        """
+        config = text_config(read_config(folder))
+        if "rms_norm_eps" not in config:
+            raise _not_found(folder, "rms_norm_eps in config.json", "a model whose final norm is not an RMS norm")
+        files = _index(folder)
+        norm = _read(folder, files, "model.norm.weight")
+        tied = bool(config.get("tie_word_embeddings", False))
+        head = _read(folder, files, *(("model.embed_tokens.weight",) if tied else ("lm_head.weight", "model.embed_tokens.weight")))
+        return cls(norm, float(config["rms_norm_eps"]), head)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return norm(x) for x [S, H], in float32."""
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm.float()
+
+    def logprobs(self, final: torch.Tensor, next_ids: torch.Tensor, state: str) -> torch.Tensor:
+        """Return log p(next_ids[i] | row i) [S] in float32, from final [S, H] that is "pre" or "post" the norm."""
+        x = final.float() if state == "post" else self.normed(final)
+        picked = (x * self.head[next_ids].float()).sum(-1)
+        total = torch.full_like(picked, float("-inf"))
+        for block in self.head.split(_VOCAB_BLOCK):
+            total = torch.logaddexp(total, torch.logsumexp(x @ block.float().T, dim=-1))
+        return picked - total
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return {tensor name: file name} of the checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            files.update(dict.fromkeys(file.keys(), path.name))
+    if not files:
+        raise _not_found(folder, "*.safetensors", "weights in another format, or a download that is not whole")
+    return files
+
+
+def _read(folder: Path, files: dict[str, str], *names: str) -> torch.Tensor:
+    for name in names:
+        for prefix in _PREFIXES:
+            if prefix + name in files:
+                with safe_open(folder / files[prefix + name], "pt") as file:
+                    return file.get_tensor(prefix + name)
+    raise _not_found(folder, " or ".join(names), "a checkpoint with other names")
+
+
+def _not_found(folder: Path, what: str, likely: str) -> ModelError:
+    return ModelError(
+        got=f"{folder}: no {what}",
+        expected="a checkpoint whose final norm and head can be read",
+        likely=likely,
+        next="name the folder of the model that the server serves",
+    )
