@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -87,3 +88,11 @@ def make_private(folder: Path) -> Path:
             next="name another folder with -p spool DIR",
         ) from error
     return folder
+
+
+def write_json(path: Path, tree: dict) -> Path:
+    """Write `tree` so that a reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(tree, indent=1))
+    os.replace(temporary, path)
+    return path
