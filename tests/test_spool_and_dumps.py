@@ -218,7 +218,7 @@ def test_what_is_not_there_or_of_another_kind(tmp_path):
     with pytest.raises(DumpError, match="no such dump"):
         open_dump(tmp_path / "req_7")
     (tmp_path / "x.npy").write_bytes(b"")
-    with pytest.raises(DumpError, match="a .npy"):
+    with pytest.raises(DumpError, match=r"a \.npy"):
         open_dump(tmp_path / "x.npy")
     assert dump_path(tmp_path, "hsnb-none") is None
 

@@ -1,0 +1,103 @@
+"""Shared by all tests: one real server at a time, counted, and reused by every test that asks for the same setting."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+# Real engine starts that the whole suite makes at least; test_zz_engine_starts compares. Raise it when tests are added.
+ENGINE_STARTS_NEEDED = 12
+
+
+@dataclass
+class EngineStarts:
+    """Every server that answered over HTTP with a version of its own, in this test run."""
+
+    seen: list[str] = field(default_factory=list)
+
+    def note(self, what: str, version: str) -> None:
+        assert version.startswith("0.5."), f"{what} is no SGLang: version {version!r}"
+        self.seen.append(f"{what} (SGLang {version})")
+
+
+@pytest.fixture(scope="session")
+def engine_starts(request) -> EngineStarts:
+    starts = request.config.engine_starts = getattr(request.config, "engine_starts", None) or EngineStarts()
+    return starts
+
+
+def pytest_configure(config):
+    config.engine_starts = EngineStarts()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    starts = config.engine_starts.seen
+    terminalreporter.write_line(f"real engine starts: {len(starts)}")
+    for line in starts:
+        terminalreporter.write_line(f"  {line}")
+
+
+def pytest_collection_modifyitems(items):
+    """Unit tests first, so that a slip shows in seconds; then the engines, those of one server together; the count of starts last."""
+
+    def rank(item):
+        engine = item.get_closest_marker("engine")
+        name = engine.args[0] if engine and engine.args else ""
+        layer = 3 if item.name.startswith("test_zz_") else 2 if item.get_closest_marker("notebook") else 1 if engine else 0
+        return layer, name == "smollm2", name  # the slowest to start last
+
+    items.sort(key=rank)
+
+
+def tiny(**server) -> dict:
+    """Return a deployment of the tiny DeepSeek in float32; `server` overrides its server part."""
+    return {
+        "name": "tiny",
+        "model": "demo:tiny-deepseek",
+        "server": {"device": "cpu", "dtype": "float32", **server},
+        "capture": {"boundaries": [2, 4, 6]},
+        "data": {"source": "demo", "samples": 64},
+    }
+
+
+SETTINGS = {
+    "smollm2": {
+        "name": "smollm2",
+        "model": "demo:smollm2-fp32",
+        "server": {"device": "cpu", "dtype": "float32", "chunked_prefill_size": 64},
+        "capture": {"boundaries": list(range(31))},
+    },
+    "tiny": {**tiny(chunked_prefill_size=64), "capture": {"boundaries": list(range(9))}},
+    "kimi-shape": "params/kimi-shape.yaml",
+}
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory, engine_starts):
+    """Return `engine(name)`: the running server of SETTINGS[name]. One runs at a time; another name stops it first."""
+    from hsnb.params import Deployment
+    from hsnb.server import Server
+
+    current: dict[str, Server] = {}
+
+    def get(name: str) -> Server:
+        if name not in current or not current[name].running():
+            stop()
+            setting = SETTINGS[name]
+            deployment = Deployment.load(setting) if isinstance(setting, str) else Deployment.parse(setting, origin=name)
+            current[name] = Server.start(deployment, log_dir=tmp_path_factory.mktemp(name))
+            engine_starts.note(name, current[name].sglang_version)
+        return current[name]
+
+    def stop() -> None:
+        while current:
+            current.popitem()[1].stop()
+
+    get.stop = stop
+    yield get
+    stop()

@@ -1,0 +1,198 @@
+"""One shard on a real server: every sample once, verified, with its own rows; resumed, retried, and never mixed."""
+
+import json
+import sqlite3
+from dataclasses import replace
+
+import pytest
+import torch
+import xxhash
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+
+from hsnb import extract
+from hsnb.data import prepare
+from hsnb.dumps import open_dump
+from hsnb.errors import ExtractError, ParamsError
+from hsnb.ledger import read_ledgers
+from tests.helpers import prompt_ids, take
+from tests.reference import relative_l2
+
+pytestmark = pytest.mark.engine("tiny")
+
+SAMPLES, SHARDS = 30, 4
+
+
+@pytest.fixture
+def server(engine):
+    return engine("tiny")
+
+
+@pytest.fixture
+def data(server, tmp_path):
+    """Thirty samples of 5 to 150 tokens, one too long and skipped."""
+    file = tmp_path / "samples.jsonl"
+    with open(file, "w") as out:
+        for n in range(SAMPLES):
+            ids = prompt_ids(300 if n == 8 else 5 + 5 * n, 500, seed=n)
+            out.write(json.dumps({"input_ids": ids, "loss_mask": [0] * 2 + [1] * (len(ids) - 2)}) + "\n")
+    deployment = server.deployment.model_copy(update={"data": server.deployment.data.model_copy(update={"source": str(file)})})
+    return prepare(deployment, tmp_path / "data", max_length=200, too_long="skip")
+
+
+def run(server, data, shard=0, num_shards=SHARDS, **options):
+    return extract.run(server, data, shard=shard, num_shards=num_shards, **options)
+
+
+def files(data) -> dict[int, str]:
+    """Return {row: xxh3-128} of the published files."""
+    paths = (data.path / "hidden_states").glob("hs_*.safetensors")
+    return {int(p.stem[3:]): xxhash.xxh3_128_hexdigest(p.read_bytes()) for p in paths}
+
+
+def test_a_shard_is_what_the_server_gives(server, data):
+    before = set(server.spool.iterdir())
+    result = run(server, data)
+    rows = [r for r in range(0, SAMPLES, SHARDS) if r != 8]
+    assert (result.samples, result.skipped, result.done_before, result.failed, result.ok) == (len(rows), 1, 0, {}, True)
+    assert sorted(files(data)) == rows
+    assert set(server.spool.iterdir()) == before  # every dump was freed
+    table = load_from_disk(str(data.path))
+    tokens = 0
+    for row in rows:
+        published = open_dump(data.path / f"hidden_states/hs_{row}.safetensors")
+        assert torch.equal(published.token_ids, table[row]["input_ids"])
+        assert (published.dtype, published.boundaries, published.final) == (torch.bfloat16, tuple(range(9)), "pre")
+        alone = take(server, table[row]["input_ids"].tolist())
+        assert (
+            relative_l2(published.states(), alone.states()).max() < 2**-8
+        )  # bf16 rounds by half of 2^-8 at most, batches move the last bit
+        alone.path.unlink()
+        tokens += published.num_tokens
+    assert result.tokens == result.new_tokens == tokens
+    entries = read_ledgers(data.path / "ledger", json.loads((data.path / "hsnb.json").read_text())["fingerprint"])
+    assert {r: e.xxh3_128 for r, e in entries.items()} == files(data)
+    assert sum(e.bytes for e in entries.values()) == result.bytes == sum((data.path / e.file).stat().st_size for e in entries.values())
+    about = json.loads((data.path / "hsnb.json").read_text())
+    assert (about["target_layer_ids"], about["final"], about["layout"]) == (list(range(9)), "pre", "speculators")
+
+
+def test_nothing_is_done_twice_and_the_number_of_shards_may_change(server, data):
+    run(server, data)
+    once = files(data)
+    again = run(server, data)
+    assert (again.done_before, again.new_tokens, again.samples) == (7, 0, 7)
+    half = run(server, data, shard=0, num_shards=2)  # rows 0, 2, 4, ...: those of shard 0 of 4 are among them
+    assert (half.samples, half.done_before) == (14, 7)
+    assert {r: h for r, h in files(data).items() if r in once} == once
+    rest = run(server, data, shard=1, num_shards=2)
+    assert sorted(files(data)) == [r for r in range(SAMPLES) if r != 8]
+    assert (rest.done_before, rest.ok) == (0, True)
+
+
+def test_a_file_without_an_entry_does_not_count(server, data):
+    run(server, data)
+    with sqlite3.connect(data.path / "ledger" / "shard-0000-of-0004.sqlite") as db:
+        db.execute("DELETE FROM done WHERE row = 4")
+    (data.path / "hidden_states" / "hs_4.safetensors").write_bytes(b"half a file")
+    (data.path / "hidden_states" / ".hs_4.999.tmp").write_bytes(b"left by a killed writer")
+    again = run(server, data)
+    assert (again.done_before, again.new_tokens) == (6, 25)
+    assert open_dump(data.path / "hidden_states" / "hs_4.safetensors").num_tokens == 25
+    assert list((data.path / "hidden_states").glob(".*")) == []
+
+
+def damage(monkeypatch, times: int, edit) -> list[str]:
+    """Change the dump of the sample of 25 tokens on disk, between the server and the client, `times` times."""
+    collect, hit = extract.collect, []
+
+    def damaged(spool, rid, layout):
+        path = collect(spool, rid, layout)
+        tensors = load_file(path)
+        if len(tensors["token_ids"]) == 25 and len(hit) < times:
+            hit.append(rid)
+            meta = open_dump(path).metadata
+            save_file(edit({k: v.clone() for k, v in tensors.items()}), path, meta)
+        return path
+
+    monkeypatch.setattr(extract, "collect", damaged)
+    return hit
+
+
+def nan(tensors):
+    tensors["hidden_states"][3, 1, 0] = float("nan")
+    return tensors
+
+
+def test_a_damaged_dump_is_asked_for_again(server, data, monkeypatch):
+    hit = damage(monkeypatch, 2, nan)
+    result = run(server, data)
+    assert (len(hit), result.ok, result.samples) == (2, True, 7)
+    fingerprint = json.loads((data.path / "hsnb.json").read_text())["fingerprint"]
+    assert {r: e.attempt for r, e in read_ledgers(data.path / "ledger", fingerprint).items() if e.attempt > 1} == {4: 3}
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (nan, "finite rows is 1 bad, first: row 3 of B_1"),
+        (lambda t: {k: v[:-1].contiguous() for k, v in t.items()}, "rows is 24, expected 25"),
+        (lambda t: {**t, "token_ids": t["token_ids"] + 1}, "token echo is other ids"),
+        (lambda t: {**t, "hidden_states": t["hidden_states"].bfloat16()}, "dtype is bfloat16, expected float32"),
+    ],
+    ids=["NaN", "a lost row", "another request", "cast before it was checked"],
+)
+def test_a_sample_that_stays_damaged_is_owed_and_the_others_are_kept(edit, words, server, data, monkeypatch):
+    hit = damage(monkeypatch, 99, edit)
+    result = run(server, data)
+    assert (len(hit), result.ok, list(result.failed)) == (3, False, [4])
+    assert words in result.failed[4]
+    assert sorted(files(data)) == [0, 12, 16, 20, 24, 28]
+    with pytest.raises(ExtractError, match="shard 0: 1 of 7 samples owed, first row 4"):
+        result.raise_if_owed()
+    monkeypatch.undo()
+    mended = run(server, data)
+    assert (mended.ok, mended.done_before, mended.new_tokens) == (True, 6, 25)
+
+
+def test_other_data_or_another_capture_is_refused(server, data, tmp_path):
+    run(server, data, limit=2)
+    armed = server.armed
+    try:
+        server.armed = [replace(armed[0], boundaries=[1, 2, 3])]
+        with pytest.raises(ExtractError, match=r"boundaries was \[0, 1, .* and is \[1, 2, 3\]"):
+            run(server, data)
+    finally:
+        server.armed = armed
+    with pytest.raises(ExtractError, match="data was"):
+        run(server, replace(data, fingerprint="other"))
+    assert sorted(files(data)) == [0, 4]
+    assert run(server, data).ok
+
+
+def test_what_must_not_start(server, data, engine):
+    with pytest.raises(ParamsError, match=r"0\.\.3 \(4 shards\)"):
+        run(server, data, shard=4)
+    with pytest.raises(ParamsError, match="layout is 'spec'"):
+        run(server, data, layout="spec")
+    armed = server.armed
+    try:
+        server.armed = [replace(armed[0], final="post")]
+        with pytest.raises(ParamsError, match="speculators applies the final norm itself"):
+            run(server, data)
+    finally:
+        server.armed = armed
+    info = dict(server.info)
+    try:
+        server.info["context_length"] = 100
+        with pytest.raises(ExtractError, match=r"row 28 has 145 tokens, expected at most 99"):
+            run(server, data)
+    finally:
+        server.info = info
+    assert files(data) == {}
+
+
+@pytest.mark.parametrize("in_flight", [1, 40, 100000])
+def test_any_bound_on_what_is_in_flight_gives_the_same_rows(in_flight, server, data):
+    result = run(server, data, shard=3, in_flight_tokens=in_flight)
+    assert (result.ok, result.samples, sorted(files(data))) == (True, 7, [3, 7, 11, 15, 19, 23, 27])
