@@ -31,6 +31,8 @@ class Command:
 
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: (help, reference)
+    "serve": ("start a server; it runs until Ctrl-C, or with --detach until hsnb stop", "hsnb.server.commands:SERVE"),
+    "stop": ("stop servers that hsnb started", "hsnb.server.commands:STOP"),
     "probe": ("probe a running server, or one started for it, and exit by the verdict", "hsnb.commands.probe"),
     "prepare": ("write a run's data set, every sample's row fixed, before any shard", "hsnb.commands.prepare"),
     "run": ("run a notebook, or one after the other for a range of shards", "hsnb.run"),

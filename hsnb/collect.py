@@ -55,6 +55,7 @@ def free(path: Path) -> None:
 def _likely(why: str) -> str:
     for word, cause in {
         "No space": "the spool's file system is full",
+        "too large": "the spool's file system, or a limit, does not take a file of this size",
         "Permission": "the spool cannot be written to by the server",
         "Read-only": "the spool cannot be written to by the server",
         "No such file": "the spool was removed while the server ran",

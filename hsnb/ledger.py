@@ -59,8 +59,8 @@ class Ledger:
             ) from error
         self._db = sqlite3.connect(path)
         self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('fingerprint', ?)", (json.dumps(fingerprint),))
-        self._db.commit()
+        with self._db:
+            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('fingerprint', ?)", (json.dumps(fingerprint),))  # the first one stays
 
     def enter(self, entry: Entry) -> None:
         """Enter a published sample; it is durable when this returns."""

@@ -16,7 +16,14 @@ def test_boundaries_come_back_ascending():
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [([], "at least one"), ([31], "each in 0..30"), ([-1], "each in 0..30"), ([2, 2], "each boundary once"), ([True], "at least one"), (["2"], "at least one")],
+    [
+        ([], "at least one"),
+        ([31], "each in 0..30"),
+        ([-1], "each in 0..30"),
+        ([2, 2], "each boundary once"),
+        ([True], "at least one"),
+        (["2"], "at least one"),
+    ],
 )
 def test_what_is_no_boundary_is_refused(given, words):
     with pytest.raises(BoundaryError, match=words):

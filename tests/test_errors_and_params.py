@@ -17,12 +17,22 @@ def test_an_error_says_four_things_and_survives_pickling():
     words = "DumpError: hidden is bf16[2047,7168], expected bf16[2048,7168]. Likely: a chunk is missing. Next: hsnb verify"
     assert str(error) == words
     assert str(pickle.loads(pickle.dumps(error))) == words
-    assert error.as_dict() == {"got": "hidden is bf16[2047,7168]", "expected": "bf16[2048,7168]", "likely": "a chunk is missing", "next": "hsnb verify"}
+    assert error.as_dict() == {
+        "got": "hidden is bf16[2047,7168]",
+        "expected": "bf16[2048,7168]",
+        "likely": "a chunk is missing",
+        "next": "hsnb verify",
+    }
 
 
 def test_defaults():
     deployment = Deployment.parse(GOOD, origin="test")
-    assert (deployment.capture.final, deployment.capture.format, deployment.server.port, deployment.server.host) == ("pre", "safetensors", 0, "127.0.0.1")
+    assert (deployment.capture.final, deployment.capture.format, deployment.server.port, deployment.server.host) == (
+        "pre",
+        "safetensors",
+        0,
+        "127.0.0.1",
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,10 @@ def test_a_sample_that_is_done_at_last_is_owed_no_more(tmp_path):
 )
 def test_other_settings_are_refused_by_name(change, words, tmp_path):
     Ledger(tmp_path / "a.sqlite", PRINT).close()
+    Ledger(tmp_path / "a.sqlite", {**PRINT, **change}).close()  # opening it does not make it another data set's
     with pytest.raises(ExtractError, match=words):
         read_ledgers(tmp_path, {**PRINT, **change})
+    assert read_ledgers(tmp_path, PRINT) == {}
 
 
 def test_a_second_writer_is_refused(tmp_path):

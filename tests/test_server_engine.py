@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hsnb.errors import BoundaryError, ServerError
+from hsnb.errors import BoundaryError, CaptureError, ServerError
 from hsnb.params import Deployment
 from hsnb.server import Server, attach, running_servers
 from tests.conftest import tiny
@@ -29,14 +29,15 @@ def shm_files() -> set[str]:
     return {str(p.relative_to(SHM)) for p in SHM.rglob("*") if not p.is_dir()}
 
 
+ENGINE_WORDS = ("sglang::", "sglang.launch_server", "hsnb.server.supervisor", "from multiprocessing")  # the last: not yet titled
+
+
 def engine_processes() -> set[int]:
-    """Return what belongs to any SGLang on this machine: by title, command line, or session of a launcher."""
+    """Return what belongs to any SGLang on this machine, by title or command line."""
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])
-        if process.info["status"] != psutil.STATUS_ZOMBIE and (
-            "sglang::" in line or "sglang.launch_server" in line or "hsnb.server.supervisor" in line
-        ):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(word in line for word in ENGINE_WORDS):
             found.add(process.pid)
     return found
 
@@ -107,8 +108,8 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path, engine_starts, when)
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         for line in owner.stdout:
-            # While it starts: as soon as the scheduler and the detokenizer are there, which SGLang's own launcher would orphan.
-            if when == "starts" and len(engine_processes() - before) >= 4:
+            # Supervisor, launcher, resource tracker, scheduler, detokenizer: the last two SGLang's own launcher would orphan now.
+            if when == "starts" and len(engine_processes() - before) >= 5:
                 break
             if line.startswith("READY"):
                 engine_starts.note("tiny, owner killed", attach(line.split()[1], capture=False).sglang_version)
@@ -156,6 +157,35 @@ def test_a_boundary_beyond_the_model_is_refused_before_anything_is_loaded(tmp_pa
 def test_a_start_that_takes_too_long_is_ended(tmp_path):
     with pytest.raises(ServerError, match=r"not ready after \d+ s.*still loading.*raise server.ready_timeout_s"):
         Server.start(tiny_deployment(ready_timeout_s=4), log_dir=tmp_path, capture=False)
+
+
+def test_serve_in_the_foreground_until_sigterm_and_what_attach_refuses(tmp_path, engine_starts):
+    params = tmp_path / "tiny.yaml"
+    params.write_text(json.dumps(tiny()))
+    code = "import sys, json, argparse, logging; from hsnb.server import commands as c; logging.basicConfig(level=20, stream=sys.stderr);"
+    code += "p = argparse.ArgumentParser(); c.add_serve(p); print(json.dumps(c.serve(p.parse_args(sys.argv[1:]))))"
+    env = {**os.environ, "HSNB_ROOT": str(tmp_path)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    serving = subprocess.Popen([sys.executable, "-c", code, str(params)], env=env, **streams)
+    try:
+        ready = next(line for line in serving.stderr if "ready at" in line)
+        url = ready.split("ready at ")[1].split()[0]
+        server = attach(url, expect=tiny_deployment())
+        engine_starts.note("tiny, in the foreground", server.sglang_version)
+        assert server.armed[0].boundaries == [2, 4, 6] and server.as_dict()["capture"] == "armed" and server.spool.name == str(server.port)
+        assert server.spool.stat().st_mode & 0o777 == 0o700
+        other = Deployment.parse({**tiny(), "capture": {"boundaries": [1, 4, 6]}}, origin="t")
+        with pytest.raises(CaptureError, match=r"rank 0 captures boundaries \[2, 4, 6\], expected \[1, 4, 6\], as tiny asks"):
+            attach(url, expect=other)
+        with pytest.raises(CaptureError, match="runs without the plug-in"):
+            attach(url, spool=str(tmp_path))
+        with pytest.raises(ServerError, match=r"port \d+ is taken by a server of hsnb"):
+            Server.start(tiny_deployment(port=server.port), log_dir=tmp_path, capture=False)
+        assert server.running()
+    finally:
+        serving.terminate()
+        out, _ = serving.communicate(timeout=30)
+    assert serving.returncode == 0 and json.loads(out)["stopped"] is True and not server.spool.exists()
 
 
 def test_serve_detached_and_stop(tmp_path, engine_starts):

@@ -1,5 +1,9 @@
 """One request at a time, the server's answers are the same to the last bit with the capture on, off, and without hsnb."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from hsnb.params import Deployment
@@ -8,6 +12,14 @@ from tests.conftest import SETTINGS
 from tests.helpers import prompt_ids
 
 pytestmark = pytest.mark.engine("smollm2")
+
+PLUGINS = """
+import sys
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+print(sorted(HookRegistry._patched), "hsnb" in sys.modules)
+"""
 
 
 def answers(server) -> list[tuple]:
@@ -20,23 +32,38 @@ def answers(server) -> list[tuple]:
     return given
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "[] True"),  # loaded, and not a trace
+        ({"SGLANG_PLUGINS": "hsnb_cpu_shims"}, "[] False"),  # as on a server without hsnb
+        (
+            {"SGLANG_HS_DUMP_DIR": "/dev/shm/hsnb-never-written", "SGLANG_HS_DUMP_BOUNDARIES": "2,4"},
+            "['sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new', 'sglang.srt.model_executor.model_runner.ModelRunner.load_model'] True",
+        ),
+    ],
+    ids=["unset", "without hsnb", "set"],
+)
+def test_what_sglang_has_hooked(variables, expected):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG")}
+    env |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONSAFEPATH": "1", **variables}
+    done = subprocess.run([sys.executable, "-c", PLUGINS], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout.strip().splitlines()[-1] == expected, done.stderr
+    assert not os.path.exists("/dev/shm/hsnb-never-written")
+
+
 def test_answers_are_identical_to_the_last_bit(engine, engine_starts, tmp_path):
     armed = engine("smollm2")
     expected = answers(armed)
     assert armed.armed[0].boundaries == list(range(31))
-    assert "Applied 1 hook(s) to sglang.srt.model_executor.model_runner.ModelRunner.load_model (from: plugin=hsnb" in armed.log.read_text()
     assert answers(armed) == expected  # from run to run, else nothing below means anything
     assert len(expected[2][2]) == 130 and expected[2][2][5] < 0
     engine.stop()
 
     deployment = Deployment.parse(SETTINGS["smollm2"], origin="test")
-    with Server.start(deployment, log_dir=tmp_path, capture=False) as server:
-        engine_starts.note("smollm2, variable unset", server.sglang_version)
-        log = server.log.read_text()
-        assert "Executed general plugin: hsnb\n" in log and "plugin=hsnb," not in log  # loaded, and not a trace
-        assert answers(server) == expected
-
-    with Server.start(deployment, log_dir=tmp_path, capture=False, extra_env={"SGLANG_PLUGINS": "hsnb_cpu_shims"}) as server:
-        engine_starts.note("smollm2, without hsnb", server.sglang_version)
-        assert "Skipping plugin hsnb (not in SGLANG_PLUGINS)" in server.log.read_text()
-        assert answers(server) == expected
+    for what, env in (("variable unset", {}), ("without hsnb", {"SGLANG_PLUGINS": "hsnb_cpu_shims"})):
+        with Server.start(deployment, log_dir=tmp_path, capture=False, extra_env=env) as server:
+            engine_starts.note(f"smollm2, {what}", server.sglang_version)
+            assert "hsnb: armed" not in server.log.read_text()
+            assert not server.spool.exists()
+            assert answers(server) == expected
