@@ -21,6 +21,7 @@ from hsnb.data import Prepared, shard_rows
 from hsnb.dumps import open_dump
 from hsnb.errors import CaptureError, DumpError, ExtractError
 from hsnb.ledger import Entry, Ledger, read_failed, read_ledgers
+from hsnb.patch.armed import read_armed
 from hsnb.paths import write_json
 from hsnb.progress import Progress
 from hsnb.trainers import layout as find_layout
@@ -86,6 +87,7 @@ class ShardResult:
                     "threshold": "",
                     "result": "",
                 },
+                {"check": "requests of others meanwhile", "value": f"{self.other_requests:,}", "threshold": "", "result": ""},
                 {"check": "tokens/s in this run", "value": f"{self.tokens_per_s:,.0f}", "threshold": "", "result": ""},
             ]
         )
@@ -277,9 +279,9 @@ def describe(folder: Path, server, layout: str, fingerprint: dict) -> None:
 
 
 def _others(server) -> int:
-    from hsnb.patch.armed import read_armed
-
-    return sum(a.counts.get("other", 0) for a in read_armed(server.spool))
+    """Return how many requests that are not hsnb's the server has seen (every rank counts them: rank 0 speaks for all)."""
+    armed = read_armed(server.spool)
+    return armed[0].counts.get("other", 0) if armed else 0
 
 
 def _now() -> str:

@@ -16,7 +16,8 @@ from hsnb.paths import run_dir
 
 PARAMETERS_TAG = "parameters"  # papermill's: the cell after which the given values are injected
 TOO_LONG = Literal["error", "skip", "truncate"]
-LAYOUT = Literal["speculators", "specforge"]
+LAYOUT = Literal["speculators"]  # those of hsnb.trainers
+TRAINER = Literal["speculators", "specforge"]
 DTYPE = Literal["float32", "bfloat16", "float16"]
 
 
@@ -41,7 +42,7 @@ class ServerNotebook(Parameters):
 class ProbeNotebook(Parameters):
     """01_probe."""
 
-    prompts: list[str] = Field([], description="a list of texts (besides the two fixed ones)")
+    prompts: list[str | list[int]] = Field([], description="a list of texts (besides the two fixed ones)")
     repeat: int = Field(1, ge=1, description="a whole number from 1")
 
 
@@ -61,7 +62,7 @@ class ExtractNotebook(Parameters):
     num_shards: int = Field(16, ge=1, description="a whole number from 1")
     max_length: int = Field(512, ge=1, description="a whole number of tokens from 1")
     too_long: TOO_LONG = Field("error", description="error, skip or truncate")
-    layout: LAYOUT = Field("speculators", description="speculators or specforge")
+    layout: LAYOUT = Field("speculators", description="speculators")
     in_flight_tokens: int = Field(0, ge=0, description="a whole number of tokens, 0 to have it chosen")
     limit: int = Field(0, ge=0, description="a whole number of samples, 0 for all")
 
@@ -70,7 +71,7 @@ class HandoffNotebook(Parameters):
     """04_handoff."""
 
     data: str = Field("", description="a folder of extracted shards, or empty for the run's own")
-    trainer: LAYOUT = Field("speculators", description="speculators or specforge")
+    trainer: TRAINER = Field("speculators", description="speculators or specforge")
     minutes: float = Field(3, gt=0, description="a number of minutes above 0")
     seeds: int = Field(1, ge=1, description="a whole number from 1")
 
@@ -117,7 +118,7 @@ def check(notebook: str | Path, given: Mapping[str, Any]) -> Parameters:
         if key not in model.model_fields:
             raise _unknown(name, key, given)
     try:
-        parameters = model.model_validate(dict(given))
+        parameters = model.model_validate({key: _listed(model, key, value) for key, value in given.items()})
     except ValidationError as error:
         key = str(error.errors()[0]["loc"][0])
         raise _wrong(model, key, given) from None
@@ -126,6 +127,16 @@ def check(notebook: str | Path, given: Mapping[str, Any]) -> Parameters:
     Deployment.load(parameters.params)
     run_dir(parameters.run)
     return parameters
+
+
+def _listed(model: type[Parameters], key: str, value: Any) -> Any:
+    """Read a list that a shell's -p gave as text: '["a text", [1, 2, 3]]'. Anything else stays what it is."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and isinstance(model.model_fields[key].get_default(), list):
+        try:
+            return ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            return value
+    return value
 
 
 def validate(notebook: str | Path, scope: Mapping[str, Any]) -> Parameters:

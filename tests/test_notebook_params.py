@@ -247,19 +247,17 @@ def test_a_parameters_cell_that_differs_is_refused(cell, got, expected):
     assert error.value.expected == expected
 
 
+def test_a_list_may_be_typed_as_a_word_of_the_shell(project):
+    assert notebook.check("01_probe", {"prompts": '["a text", [1, 2, 3]]'}).prompts == ["a text", [1, 2, 3]]
+    assert notebook.check("02_divergence", {"ids": "[2, 30, 58]"}).ids == [2, 30, 58]
+    assert "prompts is '[broken'" in refusal("01_probe", {"prompts": "[broken"})
+
+
 def test_a_lost_tag_is_refused():
     nb = notebook_of(EXTRACT_CELL)
     nb.cells[1].metadata["tags"] = []
     with pytest.raises(ParamsError, match="0 cells tagged 'parameters', expected exactly one"):
         notebook.parameters_of_cell(nb)
-
-
-@pytest.mark.parametrize("name", notebook.TABLE)
-def test_the_real_notebook_has_the_tables_parameters(name):
-    file = REPO / "notebooks" / f"{name}.ipynb"
-    if not file.is_file():
-        pytest.skip(f"{name}.ipynb is not there")
-    notebook.check_cell(nbformat.read(file, as_version=4), name)
 
 
 def test_checking_loads_neither_torch_nor_papermill():

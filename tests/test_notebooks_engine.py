@@ -170,6 +170,33 @@ def test_the_server_notebook_keeps_its_server_until_hsnb_stop(tmp_path, alone, e
     engine_starts.note("00_server, kept", "0.5." + text.split("0.5.")[1].split("<")[0].split()[0])
 
 
+def test_the_command_line_from_serve_to_stop(tmp_path, alone, engine_starts):
+    project = make_project(tmp_path / "project")
+    tiny_params(project, 10, 10)
+    before = Leftovers()
+
+    def hsnb(*words: str, status: int = 0) -> dict:
+        done = shell(BIN / "hsnb", *words, "--json", cwd=project)
+        assert done.returncode == status, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    up = hsnb("serve", "params/tiny.yaml", "--detach")
+    engine_starts.note("hsnb serve --detach", up["sglang"])
+    assert (up["boundaries"], up["final"], up["capture"]) == ([2, 4, 6], "pre", "armed")
+    verdict = hsnb("probe", "params/tiny.yaml", "--server", up["url"])
+    assert (verdict["verdict"], verdict["boundaries"]) == ("PASS", [2, 4, 6])
+    assert "runs without the plug-in" in hsnb("probe", "params/tiny.yaml", "--server", up["url"], "--spool", str(tmp_path), status=2)["error"]["got"]
+    assert hsnb("prepare", "params/tiny.yaml", "--run", "x")["rows"] == 10
+    shards = ["--shards", "0-1", "-p", "num_shards", "2", "-p", "params", "params/tiny.yaml", "-p", "run", "x"]
+    ran = hsnb("run", "03_extract", *shards, "-p", "server_url", up["url"])
+    assert ran["ok"] is True
+    assert len(list((project / "outputs" / "x" / "data" / "hidden_states").iterdir())) == 10
+    assert Path(hsnb("report", "x")["index"]).is_file()
+    hsnb("stop", up["url"])
+    before.assert_none(15)
+    assert "no server" in str(hsnb("stop", status=2)["error"]).lower()
+
+
 # -- killed in the middle -------------------------------------------------------------------------------------------
 
 

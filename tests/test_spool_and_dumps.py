@@ -112,6 +112,7 @@ def test_a_full_disk_is_noticed_before_the_first_row(tmp_path, monkeypatch):
     request = LAYOUTS["safetensors"]("hsnb-1", S, "data", K + 1, H, torch.float32, META)
     with pytest.raises(OSError, match="No space left"):
         request.begin(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_of_a_killed_server_go(tmp_path):

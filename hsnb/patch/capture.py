@@ -46,7 +46,7 @@ class Capture:
         self.inner = [b for b in settings.boundaries if b < self.num_layers]
         self.lengths: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request id: prompt tokens, tokens answered so far
         self.open: OrderedDict[str, Request] = OrderedDict()
-        self.warmup_expected = warmup
+        self.warmup_expected, self.warmup_id = warmup, None
         a = armed.armed
         self.meta = {
             "hsnb_format": "1",
@@ -76,7 +76,7 @@ class Capture:
             return "health"
         if self.warmup_expected and _AUTOMATIC_ID.fullmatch(request_id):
             self.warmup_id, self.warmup_expected = request_id, False
-        return "warmup" if request_id == getattr(self, "warmup_id", None) else "data"
+        return "warmup" if request_id == self.warmup_id else "data"
 
     def wanted(self, batch) -> list[Rows]:
         """Return the rows of `batch` to capture; the others are counted once each."""

@@ -83,7 +83,11 @@ class SafetensorsRequest(Request):
         self._header_size = len(self._header([])) + _CHUNKS_ROOM & ~7
         self._ids_at = 8 + self._header_size
         self._states_at = self._ids_at + 8 * self.num_tokens  # int64 first: both stay aligned
-        os.posix_fallocate(self._fd, 0, self._states_at + self.num_tokens * self._row)
+        try:
+            os.posix_fallocate(self._fd, 0, self._states_at + self.num_tokens * self._row)
+        except OSError:
+            self.discard()
+            raise
 
     def _header(self, chunks: list[list[int]]) -> bytes:
         ids, states = 8 * self.num_tokens, self.num_tokens * self.columns * self.hidden_size * self.dtype.itemsize
