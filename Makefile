@@ -10,7 +10,7 @@ PINS := $(wildcard requirements/*.txt) pyproject.toml $(shell find cpu_shims -na
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup demo lab test test-fast test-engines lint strip report clean
+.PHONY: help setup demo lab test test-fast test-engines lint strip report gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ strip: setup  ## take outputs out of the notebooks before a commit
 
 report: setup  ## render outputs/$(RUN) again (RUN=demo)
 	$(BIN)/hsnb report $(or $(RUN),demo)
+
+gpu: setup  ## hsnb's checks on this machine's GPU(s), and docs/gpu-results.md (GPUS=1 or 2)
+	ok=0; $(BIN)/python -m benchmarks.gpu --gpus $(or $(GPUS),1) || ok=$$?; $(BIN)/python -m benchmarks.render_gpu; exit $$ok
 
 clean:  ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -82,7 +82,7 @@ def _setter_back(boundaries: list[int], family: str) -> list[int]:
             likely="SGLang's DeepSeek setter shifts every list that begins with 1, so B_1 cannot be asked for first",
             next="capture it with hsnb (which does not use the setter), or begin with another boundary",
         )
-    return _minus(boundaries, family) if boundaries and boundaries[0] == 2 else _same(boundaries, family)
+    return _same(boundaries, family)
 
 
 CONVENTIONS = {

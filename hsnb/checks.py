@@ -20,9 +20,15 @@ class Check:
     threshold: str
     ok: bool
     blind_to: str = ""
+    source: str = ""  # of the threshold
+    not_proved: bool = False  # not ok, and not wrong either: the noise hides what it would show
+
+    @property
+    def result(self) -> str:
+        return "pass" if self.ok else "NOT PROVED" if self.not_proved else "FAIL"
 
     def as_dict(self) -> dict:
-        return asdict(self)
+        return {**asdict(self), "result": self.result}
 
 
 @dataclass(frozen=True)

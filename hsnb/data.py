@@ -125,7 +125,7 @@ def prepare(
         }
         if about is not None:
             _refuse_others(out, settings, about["settings"])
-            return load_prepared(out, reused=True)
+            return _whole(load_prepared(out, reused=True))
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             likely = "a folder of something else, or a data set that hsnb did not prepare"
             raise data_error(f"{out} without {ABOUT}", "no such path, or an empty folder", likely, "name another run, or remove it")
@@ -143,6 +143,21 @@ def load_prepared(path: Path, *, reused: bool = False) -> Prepared:
         raise data_error(f"{path} without {ABOUT}", "a data set that hsnb prepared", "a wrong path, or another run", "hsnb prepare")
     known = {field.name for field in fields(Prepared)}
     return Prepared(path=path, reused=reused, **{name: value for name, value in about.items() if name in known})
+
+
+def _whole(data: Prepared) -> Prepared:
+    """Return `data` when its table can be read and has all its rows. Raises DataError for one that was damaged since."""
+    try:
+        rows = len(data.dataset())
+        readable = len(data.lengths) == len(data.ok) == data.rows
+    except Exception as error:  # datasets and pyarrow raise a dozen kinds for a file that is gone or cut
+        rows, readable = f"{type(error).__name__}", False
+    if not readable:
+        raise data_error(
+            f"{data.path}: a table of {rows} rows", f"{data.rows} rows, as it was prepared", "a file removed or cut since",
+            "use another run (-p run NAME): the states in this folder belong to the rows that were",
+        )  # fmt: skip
+    return data
 
 
 def shard_rows(num_rows: int, shard: int, num_shards: int) -> range:

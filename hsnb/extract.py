@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import json
 import shutil
 import time
 import uuid
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,11 +17,14 @@ from hsnb.checks import Asked, dump_checks, require
 from hsnb.collect import collect, free
 from hsnb.data import Prepared, shard_rows
 from hsnb.dumps import open_dump
-from hsnb.errors import CaptureError, DumpError, ExtractError
+from hsnb.errors import CaptureError, DumpError, ExtractError, ServerError
 from hsnb.ledger import Entry, Ledger, read_failed, read_ledgers
+from hsnb.params import Deployment
 from hsnb.patch.armed import read_armed
 from hsnb.paths import write_json
+from hsnb.probe.receipt import require_receipt
 from hsnb.progress import Progress
+from hsnb.shard import ShardResult
 from hsnb.trainers import layout as find_layout
 
 ATTEMPTS = 3  # a sample is asked for so often before it is owed
@@ -31,82 +32,9 @@ SPOOL_SHARE = 0.5  # of the spool's free bytes that requests in flight may need
 MAX_REQUESTS = 64
 
 
-@dataclass(frozen=True)
-class ShardResult:
-    """What one shard holds now. Rates are of this run: tokens published over seconds, the server's start not counted."""
-
-    folder: Path
-    shard: int
-    num_shards: int
-    samples: int  # of the shard, without the skipped ones
-    done_before: int
-    tokens: int  # of all samples done
-    bytes: int  # of all their files
-    skipped: int
-    new_tokens: int
-    seconds: float
-    failed: dict[int, str] = field(default_factory=dict)
-    other_requests: int = 0  # seen by the server meanwhile and not ours
-
-    @property
-    def ok(self) -> bool:
-        return not self.failed
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
-    def as_dict(self) -> dict:
-        """Return plain values, for --json."""
-        return {**asdict(self), "folder": str(self.folder), "tokens_per_s": round(self.tokens_per_s, 1), "ok": self.ok}
-
-    def save(self, folder: Path) -> Path:
-        """Write the result as JSON beside the run's notebooks."""
-        return write_json(folder / f"shard-{self.shard:04d}.json", self.as_dict())
-
-    def frame(self):
-        """Return the table of the result: check, value, threshold, result."""
-        import pandas as pd
-
-        done = self.samples - len(self.failed)
-        return pd.DataFrame(
-            [
-                {
-                    "check": "samples published",
-                    "value": f"{done:,}",
-                    "threshold": f"{self.samples:,}",
-                    "result": "pass" if self.ok else "FAIL",
-                },
-                {"check": "samples owed", "value": f"{len(self.failed):,}", "threshold": "0", "result": "pass" if self.ok else "FAIL"},
-                {"check": "of them done before", "value": f"{self.done_before:,}", "threshold": "", "result": ""},
-                {"check": "samples skipped (too long)", "value": f"{self.skipped:,}", "threshold": "", "result": ""},
-                {"check": "tokens", "value": f"{self.tokens:,}", "threshold": "", "result": ""},
-                {
-                    "check": "bytes",
-                    "value": f"{self.bytes:,} ({self.bytes / 1e9:.3f} GB, {self.bytes / 2**30:.3f} GiB)",
-                    "threshold": "",
-                    "result": "",
-                },
-                {"check": "requests of others meanwhile", "value": f"{self.other_requests:,}", "threshold": "", "result": ""},
-                {"check": "tokens/s in this run", "value": f"{self.tokens_per_s:,.0f}", "threshold": "", "result": ""},
-            ]
-        )
-
-    def raise_if_owed(self) -> None:
-        """Raise ExtractError when a sample is owed, so that a notebook and its process fail."""
-        if self.failed:
-            row, error = next(iter(self.failed.items()))
-            raise ExtractError(
-                got=f"shard {self.shard}: {len(self.failed)} of {self.samples} samples owed, first row {row}: {error}",
-                expected="every sample published",
-                likely="see the reason; the others are published and entered",
-                next="run the same shard again: only what is owed is asked for",
-            )
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(str(self.folder))}, shard {self.shard} of {self.num_shards}</p>" + self.frame().to_html(
-            index=False, border=0
-        )
+def check_first(deployment: Deployment, layout: str) -> None:
+    """Refuse before anything is prepared or started: boundaries that the model has not, a final that the layout cannot hold."""
+    find_layout(layout).check_settings(deployment.check_against_model(), deployment.capture.final)
 
 
 def run(
@@ -116,8 +44,9 @@ def run(
 
     `in_flight_tokens` 0: chosen from the spool's room and the engine's. `limit`: at most so many samples of the shard.
     What any ledger of the same fingerprint has is not asked for again. Raises ExtractError when it must not start or the
-    output fails; a sample that fails is in the result, and owed.
+    output fails, or the server has no PASS of the probe; a sample that fails is in the result, and owed.
     """
+    require_receipt(server)
     armed, writer = server.armed[0], find_layout(layout)
     writer.check_settings(tuple(armed.boundaries), armed.final)
     rows = shard_rows(data.rows, shard, num_shards)
@@ -135,7 +64,8 @@ def run(
     }
     ledgers = data.path / "ledger"
     with Ledger(ledgers / f"shard-{shard:04d}-of-{num_shards:04d}.sqlite", fingerprint) as ledger:
-        done = read_ledgers(ledgers, fingerprint)
+        entered = read_ledgers(ledgers, fingerprint)
+        done = {r: e for r, e in entered.items() if intact(data.path, e)}
         owed = [r for r in rows if r not in done]
         writer.begin(data.path, owed)
         describe(data.path, server, layout, fingerprint)
@@ -153,6 +83,7 @@ def run(
         num_shards,
         len(rows),
         len(rows) - len(owed),
+        sum(r in entered for r in owed),
         sum(e.tokens for e in have.values()),
         sum(e.bytes for e in have.values()),
         skipped,
@@ -210,10 +141,23 @@ class _Job:
                         if entry := self.settle(future, row, attempt, waiting):
                             entries[row] = entry
                             progress.advance(n, note=f"{len(entries):,} of {len(rows):,} samples")
+            except ServerError as error:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise self.gone(error, len(entries), len(rows)) from error
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return entries
+
+    def gone(self, error: ServerError, done: int, asked: int) -> ServerError:
+        """Say what an error of the server means for the shard: what is kept, where to look, and that it can go on."""
+        alive = self.server.running()
+        return ServerError(
+            got=f"{'the server refused a request' if alive else 'the server has ended'} after {done:,} of {asked:,} samples ({error.got})",
+            expected="answers until the shard is done",
+            likely=error.likely if alive else f"it was stopped or killed; its log: {self.server.log or 'on the side that started it'}",
+            next="run the same shard again: what is published is entered, and it goes on where it stopped",
+        )
 
     def settle(self, future: Future, row: int, attempt: int, waiting: deque) -> Entry | None:
         """Enter what a thread published; put a failed sample back, or enter it as owed. Raises what no retry can mend."""
@@ -259,6 +203,14 @@ class _Job:
             _now(),
         )
         return entry, path
+
+
+def intact(folder: Path, entry: Entry) -> bool:
+    """Say whether an entered sample's file is there, with its size; a flipped bit is not seen (the ledger has the checksum)."""
+    try:
+        return (folder / entry.file).stat().st_size == entry.bytes
+    except OSError:
+        return False
 
 
 def describe(folder: Path, server, layout: str, fingerprint: dict) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hsnb import boundaries as bd
 from hsnb.errors import HsnbError, ModelError, ParamsError
-from hsnb.paths import resolve
+from hsnb.paths import project_root, resolve
 
 Flag = str | int | float | bool | list[str | int]
 
@@ -68,8 +68,10 @@ class Deployment(_Strict):
         Raises ParamsError for a missing file, bad YAML, an unknown name or a value out of range.
         """
         file = resolve(path)
+        if not file.is_file() and path and Path(path).parent == Path():  # by name: demo, demo.yaml
+            file = project_root() / "params" / f"{str(path).removesuffix('.yaml')}.yaml"
         if not file.is_file():
-            found = ", ".join(sorted(p.name for p in file.parent.glob("*.yaml"))) or "none"
+            found = ", ".join(sorted(f"params/{p.name}" for p in (project_root() / "params").glob("*.yaml"))) or "none"
             raise _bad(path, f"no such file as {file}", "a params/*.yaml", "a typo in the name", f"choose one of: {found}")
         try:
             tree = yaml.safe_load(file.read_text())

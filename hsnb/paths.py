@@ -57,7 +57,17 @@ def run_dir(run: str) -> Path:
             next="-p run my-run",
         )
     folder = project_root() / "outputs" / run
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise ParamsError(
+            got=f"{folder}: {error.strerror or error}",
+            expected="a folder that can be made and written to",
+            likely="a read-only file system, another user's folder, or a file in its place",
+            next="make it writable, or set HSNB_ROOT to a copy of the project",
+        ) from error
     return folder
 
 

@@ -89,7 +89,8 @@ class Progress:
         parts = [f"{self.done:,}{of} {self.unit}"]
         if self.total:
             parts.append(f"{100 * self.done / self.total:.0f} %")
-        parts.append(f"{self.rate:,.0f} {self.unit}/s" if self.rate >= 10 else f"{self.rate:.2f} {self.unit}/s")
+        if self.unit != "s":  # seconds are counted while something starts: they have no rate
+            parts.append(f"{self.rate:,.0f} {self.unit}/s" if self.rate >= 10 else f"{self.rate:.2f} {self.unit}/s")
         if self._end:
             parts.append(f"{'stopped after' if self.stopped else 'took'} {_clock(self.elapsed_s)}")
         elif (eta := self.eta_s) is not None:

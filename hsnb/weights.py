@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import safe_open
 
 from hsnb.boundaries import text_config
@@ -42,17 +43,55 @@ class Head:
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) for x [S, H], in float32."""
-        x = x.float()
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm.float()
+        return rms_norm(x, self.norm, self.eps)
 
     def logprobs(self, final: torch.Tensor, next_ids: torch.Tensor, state: str) -> torch.Tensor:
         """Return log p(next_ids[i] | row i) [S] in float32, from final [S, H] that is "pre" or "post" the norm."""
-        x = final.float() if state == "post" else self.normed(final)
+        x = self._input(final, state)
         picked = (x * self.head[next_ids].float()).sum(-1)
         total = torch.full_like(picked, float("-inf"))
         for block in self.head.split(_VOCAB_BLOCK):
             total = torch.logaddexp(total, torch.logsumexp(x @ block.float().T, dim=-1))
         return picked - total
+
+    def top1(self, final: torch.Tensor, state: str) -> torch.Tensor:
+        """Return the most likely next token of each row, int64 [S]."""
+        x = self._input(final, state)
+        best, where = torch.full((len(x),), float("-inf")), torch.zeros(len(x), dtype=torch.int64)
+        for n, block in enumerate(self.head.split(_VOCAB_BLOCK)):
+            value, index = (x @ block.float().T).max(-1)
+            where = torch.where(value > best, index + n * _VOCAB_BLOCK, where)
+            best = torch.maximum(best, value)
+        return where
+
+    def _input(self, final: torch.Tensor, state: str) -> torch.Tensor:
+        return final.float() if state == "post" else self.normed(final)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of x [S, H] with `weight` [H], in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def layer_norms(folder: Path, layers: list[int]) -> dict[int, torch.Tensor]:
+    """Return {j: weight [H] of layer j's input norm}, read from the files that hold them."""
+    files = _index(folder)
+    return {j: _read(folder, files, f"model.layers.{j}.input_layernorm.weight") for j in layers}
+
+
+def weights_hash(folder: Path) -> str:
+    """Return a hash of the weights' identity: config.json, and each weight file's name, size, time and first 64 KiB.
+
+    Reading all of 547 GB would take longer than the probe; a changed file of the same size, time and header is not seen.
+    """
+    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        info = path.stat()
+        digest.update(f"{path.name} {info.st_size} {info.st_mtime_ns}".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -66,6 +66,12 @@ def test_there_and_back(convention, model):
         assert to_boundaries(ids, convention, **model) == boundaries
 
 
+def test_deepseeks_ids_are_the_boundaries_themselves_unless_shifted():
+    assert from_boundaries([2, 30, 58], "sglang-eagle3", **KIMI) == [2, 30, 58]
+    assert from_boundaries([3, 31, 59], "specforge", **KIMI) == [3, 31, 59]
+    assert from_boundaries([2, 15, 27], "specforge", **SMOL) == [1, 14, 26]
+
+
 def test_deepseeks_setter_cannot_name_boundary_1_first():
     with pytest.raises(BoundaryError, match="a first boundary other than 1"):
         from_boundaries([1, 30], "sglang-eagle3", **KIMI)

@@ -511,3 +511,16 @@ def test_a_shard_that_is_not_there(shard):
     assert str(error.value).startswith(f"ParamsError: shard {shard}, expected 0..15 (16 shards). Likely: shards are counted from 0.")
     with pytest.raises(ParamsError, match="num_shards 0, expected at least 1"):
         shard_rows(2048, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_table_that_was_damaged_since_is_not_reused(how, tmp_path):
+    rows, out = jsonl(tmp_path / "rows.jsonl", ROWS), tmp_path / "data"
+    prepare(deployment(rows), out)
+    (table,) = out.glob("*.arrow")
+    if how == "cut":
+        table.write_bytes(table.read_bytes()[:100])
+    else:
+        table.unlink()
+    with pytest.raises(DataError, match=r"expected 3 rows, as it was prepared"):
+        prepare(deployment(rows), out)

@@ -73,6 +73,20 @@ def test_a_run_is_a_plain_name(run):
         run_dir(run)
 
 
+def test_outputs_that_cannot_be_made_are_named(tmp_path, monkeypatch):
+    for name in ("notebooks", "params"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "outputs").write_text("a file in its place")
+    monkeypatch.setenv("HSNB_ROOT", str(tmp_path))
+    with pytest.raises(ParamsError, match=r"outputs/x: Not a directory, expected a folder that can be made"):
+        run_dir("x")
+
+
+def test_a_params_file_may_be_named(monkeypatch):
+    monkeypatch.chdir(project_root() / "notebooks")
+    assert Deployment.load("demo").name == Deployment.load("demo.yaml").name == Deployment.load("params/demo.yaml").name == "demo"
+
+
 def test_the_root_is_found_from_below(monkeypatch):
     root = project_root()
     monkeypatch.chdir(root / "notebooks")

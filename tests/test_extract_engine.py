@@ -10,10 +10,10 @@ import xxhash
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
-from hsnb import extract
+from hsnb import extract, probe
 from hsnb.data import prepare
 from hsnb.dumps import open_dump
-from hsnb.errors import ExtractError, ParamsError
+from hsnb.errors import BoundaryError, ExtractError, ParamsError
 from hsnb.ledger import read_ledgers
 from tests.helpers import prompt_ids, take
 from tests.reference import relative_l2
@@ -25,7 +25,9 @@ SAMPLES, SHARDS = 30, 4
 
 @pytest.fixture
 def server(engine):
-    return engine("tiny")
+    server = engine("tiny")
+    probe.ensure(server)
+    return server
 
 
 @pytest.fixture
@@ -102,6 +104,28 @@ def test_a_file_without_an_entry_does_not_count(server, data):
     assert list((data.path / "hidden_states").glob(".*")) == []
 
 
+def test_published_files_that_are_gone_or_cut_are_extracted_again(server, data):
+    once = run(server, data) and files(data)
+    (data.path / "hidden_states" / "hs_4.safetensors").unlink()
+    cut = data.path / "hidden_states" / "hs_12.safetensors"
+    cut.write_bytes(cut.read_bytes()[:1000])
+    again = run(server, data)
+    assert (again.damaged, again.done_before, again.ok, again.new_tokens) == (2, 5, True, 25 + 65)
+    assert sorted(files(data)) == sorted(once)
+    assert open_dump(cut).num_tokens == 65
+
+
+def test_a_final_that_the_layout_cannot_hold_is_refused_before_anything_starts(server):
+    deployment = server.deployment
+    extract.check_first(deployment, "speculators")
+    post = deployment.model_copy(update={"capture": deployment.capture.model_copy(update={"final": "post"})})
+    with pytest.raises(ParamsError, match="speculators applies the final norm itself"):
+        extract.check_first(post, "speculators")
+    beyond = deployment.model_copy(update={"capture": deployment.capture.model_copy(update={"boundaries": [9]})})
+    with pytest.raises(BoundaryError, match=r"each in 0\.\.8"):
+        extract.check_first(beyond, "speculators")
+
+
 def damage(monkeypatch, times: int, edit) -> list[str]:
     """Change the dump of the sample of 25 tokens on disk, between the server and the client, `times` times."""
     collect, hit = extract.collect, []
@@ -155,8 +179,9 @@ def test_a_sample_that_stays_damaged_is_owed_and_the_others_are_kept(edit, words
     assert (mended.ok, mended.done_before, mended.new_tokens) == (True, 6, 25)
 
 
-def test_other_data_or_another_capture_is_refused(server, data, tmp_path):
+def test_other_data_or_another_capture_is_refused(server, data, monkeypatch):
     run(server, data, limit=2)
+    monkeypatch.setattr(extract, "require_receipt", lambda server: None)  # the armed entry below is not the receipt's
     armed = server.armed
     try:
         server.armed = [replace(armed[0], boundaries=[1, 2, 3])]
@@ -170,7 +195,18 @@ def test_other_data_or_another_capture_is_refused(server, data, tmp_path):
     assert run(server, data).ok
 
 
-def test_what_must_not_start(server, data, engine):
+def test_a_server_without_a_pass_is_refused(server, data):
+    receipt = server.spool / "receipt.json"
+    kept = receipt.read_text()
+    receipt.unlink()
+    with pytest.raises(ExtractError, match="no probe of this very server, expected a PASS"):
+        run(server, data)
+    receipt.write_text(kept)
+    assert run(server, data, limit=1).ok
+
+
+def test_what_must_not_start(server, data, monkeypatch):
+    monkeypatch.setattr(extract, "require_receipt", lambda server: None)  # the armed entries below are not the receipt's
     with pytest.raises(ParamsError, match=r"0\.\.3 \(4 shards\)"):
         run(server, data, shard=4)
     with pytest.raises(ParamsError, match="layout is 'spec'"):

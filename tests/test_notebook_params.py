@@ -200,7 +200,7 @@ def test_refusals_say_what_to_do_and_write_nothing(project, name, given, got, ex
 
 def test_the_params_file_must_exist_and_hold_known_names(project):
     assert "no such file" in refusal("03_extract", {"params": "params/dmeo.yaml"})
-    assert "choose one of: demo.yaml" in refusal("03_extract", {"params": "params/dmeo.yaml"})
+    assert "choose one of: params/demo.yaml" in refusal("03_extract", {"params": "params/dmeo.yaml"})
     (project / "params" / "bad.yaml").write_text("name: x\nmodel: y\ncapture: {boundaries: [1]}\nserver: {pory: 3}\n")
     assert "unknown name server.pory" in refusal("03_extract", {"params": "params/bad.yaml"})
     assert not list((project / "outputs").iterdir())

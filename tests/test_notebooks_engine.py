@@ -55,6 +55,7 @@ def test_make_demos_job_from_nothing(demo, alone, engine_starts):
     assert table["samples"] == "128 of 128 (0 done before)"
     assert int(table["tokens"].replace(",", "")) > 20_000
     assert table["probe"].startswith("PASS, ")
+    assert Path(table["reports"]).name == "index.html" and Path(table["states"]).is_dir()
     run = demo / "outputs" / "demo"
     states = sorted((run / "data" / "hidden_states").iterdir())
     assert len(states) == 128
@@ -185,7 +186,10 @@ def test_the_command_line_from_serve_to_stop(tmp_path, alone, engine_starts):
     assert (up["boundaries"], up["final"], up["capture"]) == ([2, 4, 6], "pre", "armed")
     verdict = hsnb("probe", "params/tiny.yaml", "--server", up["url"])
     assert (verdict["verdict"], verdict["boundaries"]) == ("PASS", [2, 4, 6])
-    assert "runs without the plug-in" in hsnb("probe", "params/tiny.yaml", "--server", up["url"], "--spool", str(tmp_path), status=2)["error"]["got"]
+    assert (
+        "runs without the plug-in"
+        in hsnb("probe", "params/tiny.yaml", "--server", up["url"], "--spool", str(tmp_path), status=2)["error"]["got"]
+    )
     assert hsnb("prepare", "params/tiny.yaml", "--run", "x")["rows"] == 10
     shards = ["--shards", "0-1", "-p", "num_shards", "2", "-p", "params", "params/tiny.yaml", "-p", "run", "x"]
     ran = hsnb("run", "03_extract", *shards, "-p", "server_url", up["url"])

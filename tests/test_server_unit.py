@@ -13,6 +13,7 @@ import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -440,11 +441,35 @@ def test_a_port_is_reserved_while_its_server_loads(monkeypatch, tmp_path, model)
     state.reserve(7, about)
 
 
+def test_stop_takes_nobodys_server_unless_it_is_named(monkeypatch):
+    owned, kept = (
+        SimpleNamespace(url=f"http://127.0.0.1:{p}", port=p, model="m", detached=d, log="l") for p, d in ((5001, False), (5002, True))
+    )
+    ended = []
+    monkeypatch.setattr(commands, "stop_server", lambda server: ended.append(server.port) or 0.1)
+    parser = argparse.ArgumentParser()
+    commands.add_stop(parser)
+
+    def stop(running, *words):
+        monkeypatch.setattr(commands, "running_servers", lambda: running)
+        ended.clear()
+        commands.stop(parser.parse_args(words))
+        return list(ended)
+
+    assert stop([owned, kept]) == stop([owned, kept], "--all") == [5002]
+    assert stop([owned, kept], "5001") == [5001]
+    assert stop([owned], "--all") == []
+    with pytest.raises(
+        ServerError, match=r"no server running detached; with an owner that still runs: http://127.0.0.1:5001 .*Next: hsnb stop 5001"
+    ):
+        stop([owned])
+
+
 def test_stop_refuses_politely_when_nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "SPOOL_ROOT", tmp_path)
     parser = argparse.ArgumentParser()
     commands.add_stop(parser)
-    with pytest.raises(ServerError, match="no server running that hsnb started"):
+    with pytest.raises(ServerError, match="no server running detached"):
         commands.stop(parser.parse_args([]))
     with pytest.raises(ServerError, match=r"no server of this user on port 30000.*one of those running: none"):
         commands.stop(parser.parse_args(["http://127.0.0.1:30000/"]))

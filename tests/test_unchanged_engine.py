@@ -39,7 +39,9 @@ def answers(server) -> list[tuple]:
         ({"SGLANG_PLUGINS": "hsnb_cpu_shims"}, "[] False"),  # as on a server without hsnb
         (
             {"SGLANG_HS_DUMP_DIR": "/dev/shm/hsnb-never-written", "SGLANG_HS_DUMP_BOUNDARIES": "2,4"},
-            "['sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new', 'sglang.srt.model_executor.model_runner.ModelRunner.load_model'] True",
+            "['sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run', "
+            "'sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new', "
+            "'sglang.srt.model_executor.model_runner.ModelRunner.load_model'] True",
         ),
     ],
     ids=["unset", "without hsnb", "set"],

@@ -25,4 +25,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     how = "as prepared before" if result["reused"] else "prepared"
-    return f"{result['path']}: {result['rows']:,} samples, {result['tokens']:,} tokens ({result['masked_tokens']:,} trained), {how}"
+    return (
+        f"{result['path']}: {result['rows']:,} samples, {result['tokens']:,} tokens ({result['masked_tokens']:,} trained), {how}"
+        + (
+            f"; {', '.join(f'{result[n]:,} {n}' for n in ('skipped', 'truncated') if result[n])}"
+            if result["skipped"] or result["truncated"]
+            else ""
+        )
+        + (f"; {result['unmasked']:,} without a trained token" if result["unmasked"] else "")
+    )

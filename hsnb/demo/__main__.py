@@ -31,11 +31,12 @@ def main() -> int:
     with server:
         say(f"server: {server.url}, ready after {server.startup_seconds:.0f} s")
         for name, own in (("00_server", {}), ("01_probe", {}), ("03_extract", {"shard": SHARD})):
+            say(f"{name}: running" + (" (a minute or two: 128 samples)" if name == "03_extract" else ""))
             results.append(run_notebook(name, {"run": RUN, "server_url": server.url, **own}))
             say(f"{name}: {'ok' if results[-1].ok else 'FAILED'} in {results[-1].seconds:.0f} s")
             if not results[-1].ok:
                 break
-    index = report_run(RUN)
+    index = report_run(RUN).index
     print(table(folder, results, index, time.monotonic() - before))
     return 0 if all(r.ok for r in results) else 1
 
@@ -82,3 +83,6 @@ if __name__ == "__main__":
     except HsnbError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: nothing is lost, make demo goes on where it stopped", file=sys.stderr)
+        sys.exit(130)

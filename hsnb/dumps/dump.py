@@ -58,7 +58,9 @@ class Dump(ABC):
                 likely="files of a tool that does not write them down"
                 if self.boundaries == UNKNOWN
                 else "the server was armed with others",
-                next="read it by .column(index)" if self.boundaries == UNKNOWN else f"ask for one of {list(self.boundaries)}",
+                next="read it by .column(index)"
+                if self.boundaries == UNKNOWN
+                else f"ask for one of {list(self.boundaries)}, or for 'final': the last layer's output",
             )
         return self.column(self.boundaries.index(boundary))
 

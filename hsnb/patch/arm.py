@@ -1,7 +1,8 @@
-"""Arm the capture inside a scheduler: two hooks in SGLang's own registry, nothing of SGLang edited.
+"""Arm the capture inside a scheduler: three hooks in SGLang's own registry, nothing of SGLang edited.
 
 Hooked (read in 0.5.17, 0.5.20 and 0.5.23): ModelRunner.load_model, after which the model is there and its body's forward is
-wrapped on that one object; ForwardBatch.init_new, which alone sees a request's full length.
+wrapped on that one object; ForwardBatch.init_new, which alone sees a request's full length; Scheduler.get_next_batch_to_run,
+after which `chunked_req` is the one prompt whose chunks go on: whatever else is half made was aborted, or starts again.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ import hsnb
 from hsnb.patch.armed import Armed, ArmedFile, refuse
 from hsnb.patch.bodies import check_boundaries, find_body
 from hsnb.patch.capture import Capture
+from hsnb.patch.modes import partial_sums, settled, unsupported
 from hsnb.patch.settings import MIN_SGLANG, Settings, sglang_version, version_tuple, visible_env
 from hsnb.patch.spool import dtype_name, remove_leftovers
+from hsnb.patch.tap import Tap
 
 log = logging.getLogger("sglang.hsnb")
 _captures: list[Capture] = []  # of this process: one, or none
+_LOADED = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+_SCHEDULED = "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run"
 
 
 def register_hooks() -> None:
-    """Register both hooks. Raises (and writes the refusal) when the settings are off or SGLang is too old."""
+    """Register the hooks. Raises (and writes the refusal) when the settings are off or SGLang is too old."""
     spool = Path(os.environ["SGLANG_HS_DUMP_DIR"])
     try:
         settings = Settings.from_env()
@@ -38,14 +44,15 @@ def register_hooks() -> None:
     def after_load_model(result, runner, *args, **kwargs):
         try:
             if not runner.is_draft_worker:
+                if missing := {_BATCH, _SCHEDULED} - HookRegistry._patched:  # SGLang only logs a target that it did not find
+                    raise LookupError(f"{sorted(missing)} could not be hooked: this SGLang has other names than 0.5.17 to 0.5.23")
                 _captures[:] = [arm(runner, settings)]
         except Exception as error:  # the server lives on; the client reads the refusal and goes no further
             log.exception("hsnb: not armed")
-            rank = _parallel(runner).get("tp_rank", 0)
             refuse(
                 settings.spool,
                 f"{type(error).__name__}: {error}",
-                rank=rank,
+                rank=_tp_rank(),
                 sglang_version=sglang_version(),
                 patch_version=hsnb.__version__,
             )
@@ -56,44 +63,34 @@ def register_hooks() -> None:
             _captures[0].note_lengths(batch.reqs)
         return result
 
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", after_load_model, HookType.AFTER)
-    HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", after_init_new, HookType.AFTER)
+    def after_schedule(result, scheduler, *args, **kwargs):
+        try:
+            if _captures and (_captures[0].open or _captures[0].digests.open):
+                batch, chunked = result.batch_to_run, scheduler.chunked_req
+                _captures[0].let_go({req.rid for req in (*(batch.reqs if batch else ()), *([chunked] if chunked else ()))})
+        except Exception:  # never the scheduler's trouble
+            log.exception("hsnb: what was half made could not be cleared up")
+        return result
+
+    HookRegistry.register(_LOADED, after_load_model, HookType.AFTER)
+    HookRegistry.register(_BATCH, after_init_new, HookType.AFTER)
+    HookRegistry.register(_SCHEDULED, after_schedule, HookType.AFTER)
 
 
-def _parallel(runner) -> dict[str, int]:
+def _tp_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
-    parallel, args = get_parallel(), runner.server_args
-    sizes = {name: int(getattr(args, name, 1) or 1) for name in ("tp_size", "pp_size", "dp_size")}
-    return {"tp_rank": int(parallel.tp_rank), **sizes}
-
-
-def unsupported(args) -> str:
-    """Return the flag that capture is not proved with and its remedy, "" when there is none. `args`: SGLang's ServerArgs."""
-    off = {
-        "speculative_algorithm": "start the server without --speculative-algorithm: a drafter's server has its own use of the aux states",
-        "enable_dp_attention": "start the server without --enable-dp-attention",
-        "enable_pdmux": "start the server without --enable-pdmux",
-        "enable_torch_compile": "start the server without --enable-torch-compile",
-        "enable_two_batch_overlap": "start the server without --enable-two-batch-overlap",
-        "enable_mixed_chunk": "start the server without --enable-mixed-chunk",
-        "enable_return_aux_hidden_states": "start the server without --enable-return-aux-hidden-states",
-    }
-    for name, remedy in off.items():
-        if getattr(args, name, None):
-            return f"{name} is {getattr(args, name)!r}: {remedy}"
-    for name in ("pp_size", "dp_size"):
-        if (getattr(args, name, 1) or 1) > 1:
-            return f"{name} is {getattr(args, name)}, expected 1: use tensor parallelism (--tp-size)"
-    return ""
+    return int(get_parallel().tp_rank)
 
 
 def arm(runner, settings: Settings) -> Capture:
     """Wrap the loaded model's body and write armed-{rank}.json. Raises LookupError or ValueError when it must not be armed."""
-    args, config = runner.server_args, runner.model_config
+    args, config = settled(), runner.model_config
     if why := unsupported(args):
         raise ValueError(why)
     body, spec = find_body(runner.model)
+    if why := partial_sums(args, type(body).__name__, sglang_version()):
+        raise ValueError(why)
     num_layers = int(body.config.num_hidden_layers)
     check_boundaries(settings.boundaries, num_layers, spec, sglang_version())
     if body.layers_to_capture:
@@ -107,7 +104,7 @@ def arm(runner, settings: Settings) -> Capture:
     if read_back != inner:
         raise ValueError(f"layers_to_capture reads {read_back} after it was set to {inner}")
 
-    parallel = _parallel(runner)
+    parallel = {"tp_rank": _tp_rank(), **{name: int(getattr(args, name, 1) or 1) for name in ("tp_size", "pp_size", "dp_size")}}
     settings.spool.mkdir(mode=0o700, parents=True, exist_ok=True)
     if parallel["tp_rank"] == 0:
         remove_leftovers(settings.spool)
@@ -137,7 +134,8 @@ def arm(runner, settings: Settings) -> Capture:
         **parallel,
     )
     capture = Capture(body, settings, ArmedFile(settings.spool, armed), writes=armed.rank == 0, warmup=not args.skip_server_warmup)
-    body.forward = capture  # on this object only; nn.Module.__call__ and a direct .forward() both find it
+    tapped = Tap(capture, body, settings.spool, settings.boundaries, num_layers, capture.lengths) if capture.writes else capture
+    body.forward = tapped  # on this object only; nn.Module.__call__ and a direct .forward() both find it
     log.info("hsnb: armed %s at boundaries %s, final %s, into %s", armed.model_class, armed.boundaries, armed.final, settings.spool)
     return capture
 

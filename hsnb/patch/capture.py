@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from hsnb.patch.armed import ArmedFile
+from hsnb.patch.digest import PROBE_PREFIX, Digests
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import LAYOUTS, Request, dtype_name
 
 log = logging.getLogger("sglang.hsnb")
-_MAX_OPEN = 64  # prompts begun and not whole; SGLang chunks one at a time, more means that clients went away
 _MAX_KNOWN = 65536
 _AUTOMATIC_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -36,6 +39,25 @@ class Rows:
     kind: str
 
 
+@dataclass
+class Seen:
+    """What is known of one request object of SGLang's over all its batches; a new one with an old id starts afresh."""
+
+    req: Callable  # a weak reference
+    counted: bool = False
+    prefilled: bool = False  # every row of the prompt ran; the same on all ranks, for it decides who takes part in the gathers
+    given_up: bool = False  # its failure is told, once
+
+
+class Known(NamedTuple):
+    """What ForwardBatch.init_new said of a request: a batch holds only the chunk that it runs."""
+
+    tokens: int  # of the whole prompt
+    answered: int  # tokens answered so far
+    aborted: bool  # SGLang gave it up, and runs one token in its place
+    seen: Seen
+
+
 class Capture:
     """Wrap one model body's forward; `writes` on attention-TP rank 0 only (every rank must take part in the gathers)."""
 
@@ -44,10 +66,11 @@ class Capture:
         self.forward = body.forward
         self.num_layers = armed.armed.num_layers
         self.inner = [b for b in settings.boundaries if b < self.num_layers]
-        self.lengths: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request id: prompt tokens, tokens answered so far
+        self.lengths: OrderedDict[str, Known] = OrderedDict()  # by request id
         self.open: OrderedDict[str, Request] = OrderedDict()
         self.warmup_expected, self.warmup_id = warmup, None
         a = armed.armed
+        self.digests = Digests(settings.spool, a.rank, [*map(str, settings.boundaries), "final"])
         self.meta = {
             "hsnb_format": "1",
             "boundaries": str(list(settings.boundaries)),
@@ -63,9 +86,11 @@ class Capture:
     # -- which requests ------------------------------------------------------------------------------------------
 
     def note_lengths(self, reqs) -> None:
-        """Remember each request's full length: a batch holds only the chunk that it runs."""
+        """Remember each request's full length and whether it is the one that was here before."""
         for req in reqs:
-            self.lengths[req.rid] = (len(req.origin_input_ids), len(req.output_ids))
+            old = self.lengths.get(req.rid)
+            seen = old.seen if old and old.seen.req() is req else Seen(weakref.ref(req))
+            self.lengths[req.rid] = Known(len(req.origin_input_ids), len(req.output_ids), req.to_finish is not None, seen)
             self.lengths.move_to_end(req.rid)
         while len(self.lengths) > _MAX_KNOWN:
             self.lengths.popitem(last=False)
@@ -79,19 +104,30 @@ class Capture:
         return "warmup" if request_id == self.warmup_id else "data"
 
     def wanted(self, batch) -> list[Rows]:
-        """Return the rows of `batch` to capture; the others are counted once each."""
+        """Return the rows of `batch` to capture; the others are counted once each.
+
+        A retracted request runs its prompt again, with or without a token answered (with overlapped scheduling the first one
+        may still be on its way): a prompt that ran whole is not taken a second time.
+        """
         rows, offset = [], 0
+        if batch.rids is None:  # a batch of SGLang's own, such as a kernel's warm-up
+            return rows
         for rid, n, start in zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True):
-            kind = self.kind(rid)
+            kind, known = self.kind(rid), self.lengths[rid]
+            row = Rows(rid, offset, int(start), int(n), kind)
             if not rid.startswith(self.settings.only):
-                if start == 0:
+                if not known.seen.counted:
                     self.armed.count("other" if kind == "data" else kind)
-            elif self.lengths.get(rid, (0, 0))[1] == 0:  # else: prefilled again after a retraction, published before
-                rows.append(Rows(rid, offset, int(start), int(n), kind))
-            offset += n
+                known.seen.counted = True
+            elif known.aborted:
+                self.fail([row], "SGLang gave the request up before it ran: its answer has the reason")
+            elif not (known.answered or known.seen.prefilled):
+                rows.append(row)
+            known.seen.prefilled |= row.start + row.n >= known.tokens
+            offset += row.n
         return rows
 
-    def refusal(self, batch, input_ids) -> str:
+    def refusal(self, batch) -> str:
         """Return why this batch cannot be captured, "" when it can."""
         mode = batch.forward_mode.name
         if mode != "EXTEND":
@@ -100,29 +136,53 @@ class Capture:
             return "two-batch overlap is not captured: start the server without --enable-two-batch-overlap"
         if torch.compiler.is_compiling():
             return "the forward is being compiled: start the server without --enable-torch-compile"
-        if sum(batch.extend_seq_lens_cpu) != input_ids.shape[0]:
-            return f"{input_ids.shape[0]} rows in a batch of {sum(batch.extend_seq_lens_cpu)} tokens: padded batches are not captured"
+        if sum(batch.extend_seq_lens_cpu) != batch.input_ids.shape[0]:
+            rows, tokens = batch.input_ids.shape[0], sum(batch.extend_seq_lens_cpu)
+            return f"{rows} rows in a batch of {tokens} tokens: padded batches are not captured"
         return ""
+
+    def let_go(self, live: set[str]) -> None:
+        """Give up every unfinished prompt that is not in `live`: the batch to run and the prompt that SGLang is chunking.
+
+        Called after each decision of the scheduler, so an aborted request's half-made file is gone at once, on an idle server
+        too. A request that was retracted in the middle of its chunks is let go without a word: it starts again at row 0.
+        """
+        for rid in [r for r in {**self.open, **self.digests.open} if r not in live]:
+            self.digests.open.pop(rid, None)
+            if request := self.open.pop(rid, None):
+                request.discard()
+                req = self.lengths[rid].seen.req() if rid in self.lengths else None
+                if req is None or req.finished_reason is not None:
+                    why = f"aborted at row {request.next_row} of {request.num_tokens}: its client gave it up or went away"
+                    self.fail([Rows(rid, 0, 0, 0, request.kind)], why)
 
     # -- one forward ---------------------------------------------------------------------------------------------
 
     def __call__(self, input_ids, positions, forward_batch, *args, **kwargs):
-        """Run the body's forward; capture on the way when it is a prefill with a wanted request in it."""
+        """Run the body's forward; capture on the way when it is a prefill with a wanted request in it.
+
+        The token ids are the batch's: a model with a vision tower (Kimi-K2.5) calls its body with embeddings and no ids.
+        """
         rows = []
         if forward_batch.forward_mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
-            rows = self.wanted(forward_batch)
-            if rows and (why := self.refusal(forward_batch, input_ids)):
-                self.fail(rows, why)
+            try:
+                rows = self.wanted(forward_batch)
+                if rows and (why := self.refusal(forward_batch)):
+                    self.fail(rows, why)
+                    rows = []
+            except Exception as error:  # the model's own work goes on
+                log.exception("hsnb: a batch was not understood")
+                self.fail([Rows(rid, 0, 0, 0, "data") for rid in forward_batch.rids], f"the batch was not understood: {error!r}")
                 rows = []
         if not rows:
             return self.forward(input_ids, positions, forward_batch, *args, **kwargs)
         states, result = self.borrow(input_ids, positions, forward_batch, *args, **kwargs)
-        if self.writes:
-            self.store(rows, states, input_ids)
+        if self.writes or any(r.request_id.startswith(PROBE_PREFIX) for r in rows):
+            self.store(rows, states, forward_batch.input_ids)
         return result
 
     def borrow(self, *args, **kwargs):
-        """Return ({boundary or "final": [tokens, H]}, the forward's own result)."""
+        """Return ({boundary or "final": [tokens, H]}, the forward's own result). A state that never came is left out."""
         states: dict = {}
 
         def before_norm(_, inputs):
@@ -136,34 +196,40 @@ class Capture:
         finally:
             self.body.layers_to_capture = own
             hook.remove()
-        if not self.inner:
-            hidden, aux = result, []
-        else:
-            hidden, aux = result
-            if isinstance(aux, torch.Tensor):  # DeepSeek packs them as one [tokens, K * H]
-                aux = aux.chunk(len(self.inner), dim=-1)
-        states.update(zip(self.inner, aux, strict=True))
+        hidden, aux = result if self.inner and isinstance(result, tuple) else (result, [])
+        if isinstance(aux, torch.Tensor):  # DeepSeek packs them as one [tokens, K * H]
+            aux = aux.chunk(len(self.inner), dim=-1)
+        if len(aux) == len(self.inner):
+            states.update(zip(self.inner, aux, strict=True))
         if self.settings.final == "post":
             states["final"] = hidden
         elif self.num_layers in states:
             states["final"] = states[self.num_layers]
         return states, hidden
 
-    def store(self, rows: list[Rows], states: dict, input_ids) -> None:
+    def store(self, rows: list[Rows], states: dict, token_ids: torch.Tensor) -> None:
         """Copy each request's rows to the host and put them into its dump; a failure is the client's to hear, never the model's."""
         try:
-            columns = [states[k] for k in (*self.settings.boundaries, "final")]
-            stacked = torch.stack(columns, dim=1)  # [tokens, K + 1, H]: a request's rows are one contiguous piece
-            if stacked.shape[0] != input_ids.shape[0]:
-                raise ValueError(f"{stacked.shape[0]} rows for {input_ids.shape[0]} tokens: scattered tokens are not captured")
+            wanted = (*self.settings.boundaries, "final")
+            if missing := [k for k in wanted if k not in states]:
+                raise ValueError(f"none for {missing}")
+            stacked = torch.stack([states[k] for k in wanted], dim=1)  # [tokens, K + 1, H]: a request's rows are one contiguous piece
+            if stacked.shape[0] != token_ids.shape[0]:
+                raise ValueError(f"{stacked.shape[0]} rows for {token_ids.shape[0]} tokens: scattered tokens are not captured")
         except Exception as error:
             log.exception("hsnb: capture failed")
             self.fail(rows, f"the model gave no states: {error!r}")
             return
         for r in rows:
-            part = slice(r.offset, r.offset + r.n)
+            known, part = self.lengths[r.request_id], slice(r.offset, r.offset + r.n)
+            if known.seen.given_up:  # a later chunk of a prompt whose failure is told
+                continue
             try:
-                self.put(r, stacked[part].cpu(), input_ids[part].cpu())
+                mine = stacked[part].cpu()
+                if r.request_id.startswith(PROBE_PREFIX):
+                    self.digests.add(r.request_id, r.start, mine, known.tokens)
+                if self.writes:
+                    self.put(r, mine, token_ids[part].cpu())
             except Exception as error:
                 log.exception("hsnb: request %s failed", r.request_id)
                 self.fail([r], f"{type(error).__name__}: {error}")
@@ -181,7 +247,6 @@ class Capture:
         request.put(rows.start, states, token_ids)
         if request.whole:
             del self.open[rows.request_id]
-            self.lengths.pop(rows.request_id, None)
             try:
                 request.publish(self.settings.spool)
             except BaseException:
@@ -190,12 +255,8 @@ class Capture:
             self.armed.count("captured")
 
     def begin(self, rows: Rows, states: torch.Tensor) -> Request:
-        """Open a request's dump; the oldest unfinished one is given up when too many are open (its client went away)."""
-        while len(self.open) >= _MAX_OPEN:
-            rid, oldest = self.open.popitem(last=False)
-            oldest.discard()
-            self.armed.fail(rid, f"given up at row {oldest.next_row} of {oldest.num_tokens}: the rest of the prompt never ran")
-        num_tokens = self.lengths[rows.request_id][0]
+        """Open a request's dump. SGLang chunks one prompt at a time, so few are ever open; `let_go` ends those that don't go on."""
+        num_tokens = self.lengths[rows.request_id].tokens
         request = LAYOUTS[self.settings.format](
             rows.request_id, num_tokens, rows.kind, states.shape[1], states.shape[2], states.dtype, self.meta
         )
@@ -206,11 +267,15 @@ class Capture:
         return request
 
     def fail(self, rows: list[Rows], why: str) -> None:
-        """Give requests up and write why to the armed file; they are answered by the model all the same."""
-        if not self.writes:
-            return
+        """Give requests up and write why to the armed file, once each; they are answered by the model all the same."""
         for r in rows:
+            self.digests.open.pop(r.request_id, None)
             if request := self.open.pop(r.request_id, None):
                 request.discard()
+            seen = self.lengths[r.request_id].seen if r.request_id in self.lengths else None
+            if not self.writes or not r.request_id.startswith(self.settings.only) or (seen and seen.given_up):
+                continue
+            if seen:
+                seen.given_up = True
             log.error("hsnb: request %s not captured: %s", r.request_id, why)
             self.armed.fail(r.request_id, why)

@@ -112,8 +112,8 @@ class SafetensorsRequest(Request):
         if len(header) > self._header_size:  # a very long prompt in very many chunks: say only that it is whole
             header = self._header([[0, self.num_tokens]])
         _write_all(self._fd, memoryview(self._header_size.to_bytes(8, "little") + header.ljust(self._header_size)), 0)
+        os.replace(self._temporary, self._path)  # while it is open: when this fails, `discard` closes it, and closes it once
         os.close(self._fd)
-        os.replace(self._temporary, self._path)
 
     def discard(self) -> None:
         os.close(self._fd)

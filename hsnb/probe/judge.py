@@ -1,67 +1,107 @@
-"""Judge witnesses: every dump against what was asked, and the server's own logprobs rebuilt from the dump."""
+"""Judge the evidence: every dump against what was asked, and the sentence against every witness there is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from hsnb.checks import Asked, Check, dump_checks
 from hsnb.dumps import Dump, open_dump
 from hsnb.errors import DumpError
-from hsnb.patch.armed import Armed
+from hsnb.probe import norm, same
+from hsnb.probe.identity import Fit, Tap, reference_checks, reference_fits, reference_states, tap_checks, tap_fits
 from hsnb.probe.result import ProbeResult
-from hsnb.probe.witness import Witness
+from hsnb.probe.witness import Evidence, Witness
 from hsnb.weights import Head
 
-# Largest |error| of a rebuilt logprob, in nats: (mean, max). float32 on SmolLM2 gives 2e-5 at most, B_{L-1} in place of B_L
-# 3.2 and 15.6, yet its best token errs by 9e-4 only: hence both bars. Half precision: the server's own head rounds as well.
-LOGPROB_BARS = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.5), "float16": (0.02, 0.2)}
 
+def judge(evidence: Evidence, model: Path, *, reference: bool = True) -> ProbeResult:
+    """Return the verdict. A dump that cannot be read or compared is a failed check, not an exception.
 
-def judge(witnesses: Sequence[Witness], armed: Armed, head: Head) -> ProbeResult:
-    """Return the verdict over all witnesses. A dump that cannot be read is a failed check, not an exception."""
+    `model`: the checkpoint's folder. `reference` False leaves transformers out (a model that does not fit leaves it out anyway).
+    """
+    armed, head = evidence.armed[0], Head.load(model)
     checks: list[Check] = []
     drawn: dict[str, tuple[float, ...]] = {}
-    for witness in witnesses:
-        asked = Asked(torch.tensor(witness.prompt.token_ids), tuple(armed.boundaries), armed.final, armed.hidden_size, armed.dtype)
+
+    def guarded(name: str, made: Callable[[], list[Check] | Check]) -> None:
         try:
-            dump = open_dump(witness.dump)
-            found = dump_checks(dump, asked)
-            if witness.prompt.text:
-                errors = logprob_errors(dump, witness, asked, head)
-                found += logprob_checks(errors, asked.dtype)
-                drawn[witness.prompt.name] = tuple(errors.tolist())
-        except DumpError as error:
-            found = [Check("readable", error.got, error.expected, False)]
-        checks += [Check(f"{witness.prompt.name}: {c.name}", c.value, c.threshold, c.ok, c.blind_to) for c in found]
+            found = made()
+        except (DumpError, OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            what = error.got if isinstance(error, DumpError) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            found = [Check("readable and comparable", what, "files of the layout, with the rows asked for", False)]
+        for c in found if isinstance(found, list) else [found]:
+            checks.append(Check(f"{name}: {c.name}", c.value, c.threshold, c.ok, c.blind_to, c.source, c.not_proved))
+
+    def single(witness: Witness) -> list[Check]:
+        dump = open_dump(witness.dump)
+        found = dump_checks(dump, _asked(witness, armed))
+        if witness.prompt.text:
+            errors = torch.empty(0)
+            if dump.num_tokens == len(witness.prompt.token_ids):
+                errors = norm.logprob_errors(dump.state("final"), witness.next_ids, witness.logprobs, head, armed.final)
+            drawn[witness.prompt.name] = tuple(errors.tolist())
+            found += norm.logprob_checks(errors, armed.dtype)
+        return found
+
+    for witness in evidence.witnesses:
+        guarded(witness.prompt.name, lambda witness=witness: single(witness))
+    for witness in (evidence.greedy, evidence.batched, *([evidence.long] if evidence.long else [])):
+        where = f"{witness.prompt.name}, in a batch" if witness is evidence.batched else witness.prompt.name
+        guarded(where, lambda witness=witness: dump_checks(open_dump(witness.dump), _asked(witness, armed)))
+
+    sentence = evidence.sentence
+    noise: dict[str, float] = {}
+    fits: dict[str, Fit] = {}
+    distance: dict[str, float] = {}
+
+    def measured() -> list[Check]:
+        long = [open_dump(evidence.long.dump)] if evidence.long else []
+        noise.update(same.noise_of([_whole(sentence), _whole(evidence.batched), *long]))
+        if sentence.tap is not None:
+            fits.update(tap_fits(_whole(sentence), Tap.load(sentence.tap), head, model, armed.num_layers))
+            distance.update({name: fit.distance for name, fit in fits.items()})
+        return []
+
+    def teacher() -> Check:
+        states, start = _whole(evidence.greedy).state("final"), len(sentence.prompt.token_ids)
+        answer = torch.tensor(sentence.output_ids)
+        blurred = armed.dtype != "float32" and noise.get("final", 0.0) > distance.get("final", 0.0) / 3
+        return norm.teacher_check(states[start - 1 : start - 1 + len(answer)], answer, head, armed.final, armed.dtype, blurred=blurred)
+
+    def tapped() -> list[Check]:
+        if sentence.tap is None:
+            return [Check("second tap", "not written", "one beside the dump", False, not_proved=True)]
+        return tap_checks(fits, _whole(sentence), armed.num_layers, armed.dtype)
+
+    guarded("same", measured)
+    guarded("same", lambda: same.batch_check(_whole(sentence), _whole(evidence.batched), noise, distance, armed.dtype))
+    guarded("same", lambda: same.chunk_check(evidence, _whole(sentence), noise, distance, armed.dtype))
+    guarded("same", lambda: same.rank_check(evidence))
+    guarded("same", lambda: same.unchanged_check(evidence))
+    guarded("norm", lambda: norm.norm_check(_whole(sentence).state("final"), sentence.next_ids, sentence.logprobs, head, armed.final))
+    guarded("norm", teacher)
+    guarded("layer", tapped)
+    witnesses = ["the second tap"]
+    if reference and reference_fits(model):
+        states = reference_states(model, torch.tensor(sentence.prompt.token_ids))
+        guarded("layer", lambda: reference_checks(_whole(sentence), states, head, noise, armed.dtype))
+        witnesses.append("transformers")
     return ProbeResult(
-        tuple(checks),
-        armed.model_path,
-        armed.sglang_version,
-        tuple(armed.boundaries),
-        armed.final,
-        armed.pid,
-        armed.started,
-        armed.dtype,
-        drawn,
-    )
+        tuple(checks), armed.model_path, armed.sglang_version, tuple(armed.boundaries), armed.final, armed.dtype, armed.pid, armed.started,
+        tuple(witnesses), drawn,
+    )  # fmt: skip
 
 
-def logprob_errors(dump: Dump, witness: Witness, asked: Asked, head: Head) -> torch.Tensor:
-    """Return |rebuilt - server's| log p of each next token [S], in nats; empty when the dump has other rows than were asked for."""
-    if dump.num_tokens != len(asked.token_ids):
-        return torch.empty(0)
-    next_ids = torch.tensor([*witness.prompt.token_ids[1:], witness.answer_id])
-    return (head.logprobs(dump.state("final"), next_ids, asked.final).double() - witness.logprobs).abs()
+def _asked(witness: Witness, armed) -> Asked:
+    return Asked(torch.tensor(witness.prompt.token_ids), tuple(armed.boundaries), armed.final, armed.hidden_size, armed.dtype)
 
 
-def logprob_checks(errors: torch.Tensor, dtype: str) -> list[Check]:
-    """Gate the errors of the rebuilt logprobs on mean and maximum; a wrong state can have a good best token."""
-    blind = "the boundaries before the last: the final state alone gives the logprobs"
-    checks = []
-    for name, bar, measure in zip(("mean", "largest"), LOGPROB_BARS[dtype], (torch.mean, torch.max), strict=True):
-        value = measure(errors).item() if len(errors) else float("nan")
-        shown = f"{value:.2g} nats" if len(errors) else "not rebuilt: other rows"
-        checks.append(Check(f"rebuilt logprobs, {name} error", shown, f"at most {bar:g} nats ({dtype})", value <= bar, blind))  # NaN fails
-    return checks
+def _whole(witness: Witness) -> Dump:
+    """Open a witness's dump. Raises ValueError when it has not the rows that were asked for: nothing can be compared then."""
+    dump = open_dump(witness.dump)
+    if dump.num_tokens != len(witness.prompt.token_ids):
+        raise ValueError(f"{witness.prompt.name} has {dump.num_tokens} rows, {len(witness.prompt.token_ids)} were asked for")
+    return dump

@@ -11,24 +11,28 @@ from hsnb.errors import CaptureError
 from hsnb.paths import write_json
 
 NOT_PROVED = (
-    "That the boundaries before the last are the layers their labels say: this probe sees the final state through the logprobs, "
-    "and of the others only that they are finite, of the right shape and of the right request."
+    "That other prompts, lengths and loads give the right states (extraction verifies each sample's rows and ids, not its layers); "
+    "what the checkpoint, transformers and SGLang would all get wrong; and anything after this server is started again."
 )
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The verdict on one server: `verdict` is PASS or FAIL; `pid` and `started` say which server it was."""
+    """The verdict on one server: `verdict` is PASS, FAIL or NOT PROVED; `pid` and `started` say which server it was.
+
+    `layer_witnesses`: who the layers were compared with. `logprob_errors`: |error| in nats per text prompt and token.
+    """
 
     checks: tuple[Check, ...]
     model: str
     sglang_version: str
     boundaries: tuple[int, ...]
     final: str
+    dtype: str
     pid: int
     started: str
-    dtype: str
-    logprob_errors: dict[str, tuple[float, ...]] = field(default_factory=dict)  # |error| in nats, per text prompt and token
+    layer_witnesses: tuple[str, ...] = ()
+    logprob_errors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -36,7 +40,9 @@ class ProbeResult:
 
     @property
     def verdict(self) -> str:
-        return "PASS" if self.ok else "FAIL"
+        if any(not c.ok and not c.not_proved for c in self.checks):
+            return "FAIL"
+        return "PASS" if self.ok else "NOT PROVED"
 
     @property
     def failed(self) -> list[Check]:
@@ -52,6 +58,7 @@ class ProbeResult:
             "final": self.final,
             "pid": self.pid,
             "started": self.started,
+            "layer_witnesses": list(self.layer_witnesses),
             "checks": [c.as_dict() for c in self.checks],
             "not_proved": NOT_PROVED,
         }
@@ -64,13 +71,13 @@ class ProbeResult:
         """Return the checks as a table."""
         import pandas as pd
 
-        rows = [{"check": c.name, "value": c.value, "threshold": c.threshold, "result": "pass" if c.ok else "FAIL"} for c in self.checks]
+        rows = [{"check": c.name, "value": c.value, "threshold": c.threshold, "result": c.result} for c in self.checks]
         return pd.DataFrame(rows)
 
     def plot(self, ax=None):
         """Draw the errors of the rebuilt logprobs against their bar."""
         from hsnb.figures import logprob_errors
-        from hsnb.probe.judge import LOGPROB_BARS
+        from hsnb.probe.bars import LOGPROB_BARS
 
         return logprob_errors(self.logprob_errors, LOGPROB_BARS[self.dtype][1], ax)
 
@@ -96,7 +103,7 @@ class ProbeResult:
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td style='text-align:left'>{html.escape(c.name)}</td><td>{html.escape(c.value)}</td><td>{html.escape(c.threshold)}</td>"
-            f"<td><b>{'pass' if c.ok else 'FAIL'}</b></td></tr>"
+            f"<td><b>{c.result}</b></td></tr>"
             for c in self.checks
         )
         return (

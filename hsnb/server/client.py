@@ -204,6 +204,8 @@ def _message(response: httpx.Response) -> str:
     try:
         tree = response.json()
     except ValueError:
+        if "<html" in response.text[:500].lower():
+            return "an HTML page: no SGLang server listens there"
         return response.text[:500] or response.reason_phrase
     error = tree.get("error", tree) if isinstance(tree, dict) else tree
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

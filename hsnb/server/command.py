@@ -12,7 +12,7 @@ from typing import Any
 
 from hsnb.boundaries import text_config
 from hsnb.params import Deployment
-from hsnb.server.flags import normal, prefill_graph_flags
+from hsnb.server.flags import normal, prefill_graph_flags, unfused_flags
 
 ONLY_PREFIX = "hsnb-"
 CAPTURE_VARIABLES = (
@@ -80,6 +80,8 @@ def build_command(deployment: Deployment, port: int) -> list[str]:
     else:
         flag, *value = prefill_graph_flags()
         flags[normal(flag)] = value or True
+        architecture = (deployment.model_config_json().get("architectures") or [""])[0]
+        flags |= {normal(flag): True for flag in unfused_flags(architecture, server.tp_size)}
     flags |= {normal(name): value for name, value in server.flags.items()}
     return [sys.executable, "-m", "sglang.launch_server", *_argv(flags)]
 

@@ -63,18 +63,21 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_stop(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `hsnb stop`."""
-    parser.add_argument("server", nargs="?", default="", metavar="URL|PORT", help="which server; may be left out when one runs")
-    parser.add_argument("--all", action="store_true", help="stop all servers of this user that hsnb started here")
+    parser.add_argument("server", nargs="?", default="", metavar="URL|PORT", help="which server; may be left out when one runs detached")
+    parser.add_argument("--all", action="store_true", help="stop all detached servers; one that a notebook or a shell owns has to be named")
 
 
 def stop(args: argparse.Namespace) -> dict[str, Any]:
     """Stop one server, or all; only servers of this user that hsnb started on this host are looked at.
 
+    Without a name only detached ones are: a server that has an owner is somebody's work in progress, and ends with it.
+
     Raises ServerError when there is none such, or when it is not clear which one is meant, naming those that run.
     """
     running = running_servers()
+    detached = [server for server in running if server.detached]
     if args.all:
-        chosen = running
+        chosen = detached
     elif args.server:
         port = port_of(args.server)
         chosen = [server for server in running if server.port == port]
@@ -83,16 +86,21 @@ def stop(args: argparse.Namespace) -> dict[str, Any]:
                 got=f"no server of this user on port {port}",
                 expected=f"one of those running: {_listed(running)}",
                 likely="it has ended, was started by hand, or runs on another host",
-                next="hsnb stop PORT" if running else "nothing to do; a server started by hand is stopped by hand",
+                next=f"hsnb stop {running[0].port}" if running else "nothing to do; a server started by hand is stopped by hand",
             )
-    elif len(running) == 1:
-        chosen = running
+    elif len(detached) == 1:
+        chosen = detached
     else:
+        owned = f"; with an owner that still runs: {_listed(running)}" if running and not detached else ""
         raise ServerError(
-            got=f"{len(running)} servers running: {_listed(running)}" if running else "no server running that hsnb started",
+            got=f"{len(detached)} detached servers: {_listed(detached)}" if detached else f"no server running detached{owned}",
             expected="one, or a port",
-            likely="several were left running" if running else "it has ended already",
-            next="hsnb stop PORT, or hsnb stop --all" if running else "nothing to do",
+            likely="several were left running"
+            if detached
+            else "a notebook or a shell owns it: it ends with that"
+            if owned
+            else "it has ended already",
+            next=f"hsnb stop {running[0].port}" + (", or hsnb stop --all" if detached else "") if running else "nothing to do",
         )
     stopped = []
     for server in chosen:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hsnb.errors import HsnbError, ParamsError, ServerError
+from hsnb.patch.modes import ADDS_IN_THE_LOOP, SUMS_FIRST_SINCE
 
 MIN_VERSION = (0, 5, 17)
 
@@ -35,25 +36,49 @@ OWN_FLAGS = {
     "config": None,
 }
 
-# Flag: why it would break a capture. True, or any value but those of _HARMLESS, is refused.
+_GROUPS = "DP attention splits the requests over groups of ranks"
+_SEQUENCE = "context parallelism splits a sequence over ranks"
+_SCATTERED = "the tokens are scattered over ranks, so that no rank has a request's rows"
+# Flag: why it would break a capture. True, or any value but those of _HARMLESS, is refused. Aliases are flags of their own here.
+# hsnb.patch.modes refuses the same from inside a server that was started by hand, and says why fused all-reduce is not here.
 REFUSED = {
     "speculative-algorithm": "speculative decoding verifies drafts in batches that look like prefill",
     "speculative-draft-model-path": "speculative decoding verifies drafts in batches that look like prefill",
+    "speculative-draft-model": "speculative decoding verifies drafts in batches that look like prefill",
     "pp-size": "pipeline parallelism gives each rank a part of the layers only",
     "pipeline-parallel-size": "pipeline parallelism gives each rank a part of the layers only",
     "dp-size": "data parallelism splits the requests over groups of ranks",
     "data-parallel-size": "data parallelism splits the requests over groups of ranks",
-    "attn-dp-size": "DP attention splits the requests over groups of ranks",
-    "enable-dp-attention": "DP attention splits the requests over groups of ranks",
-    "attn-cp-size": "context parallelism splits a sequence over ranks",
-    "attention-context-parallel-size": "context parallelism splits a sequence over ranks",
+    "attn-dp-size": _GROUPS,
+    "attention-data-parallel-size": _GROUPS,
+    "enable-dp-attention": _GROUPS,
+    "attn-cp-size": _SEQUENCE,
+    "attention-context-parallel-size": _SEQUENCE,
+    "dcp-size": _SEQUENCE,
+    "decode-context-parallel-size": _SEQUENCE,
+    "enable-prefill-cp": _SEQUENCE,
+    "enable-prefill-context-parallel": _SEQUENCE,
+    "enable-dsa-prefill-context-parallel": _SEQUENCE,
+    "enable-nsa-prefill-context-parallel": _SEQUENCE,
+    "moe-dp-size": _SCATTERED,
+    "moe-data-parallel-size": _SCATTERED,
+    "dwdp-size": _SCATTERED,
+    "ep-size": _SCATTERED,
+    "expert-parallel-size": _SCATTERED,
+    "ep": _SCATTERED,
+    "moe-a2a-backend": _SCATTERED,
+    "enable-attn-tp-input-scattered": _SCATTERED,
+    "enable-layernorm-sp": _SCATTERED,
     "nnodes": "a server over several nodes is not proved",
     "enable-torch-compile": "a compiled forward skips the Python code that captures",
+    "enable-mixed-chunk": "decoding requests run in the batch of a prefill",
     "enable-two-batch-overlap": "two half batches run interleaved in one forward",
+    "enable-single-batch-overlap": "not proved: it reorders the work within a layer",
     "enable-pdmux": "prefill runs split in parts",
     "disaggregation-mode": "prefill and decode run in different servers",
     "dllm-algorithm": "a diffusion model has no prefill of this kind",
     "enable-hierarchical-cache": "cached tokens give no rows",
+    "enable-hicache": "cached tokens give no rows",
     "enable-lmcache": "cached tokens give no rows",
     "enable-piecewise-cuda-graph": "a prefill CUDA graph skips the Python code that captures",
     "enable-breakable-cuda-graph": "a prefill CUDA graph skips the Python code that captures",
@@ -61,20 +86,15 @@ REFUSED = {
     "cuda-graph-backend-prefill": "a prefill CUDA graph skips the Python code that captures",
     "cuda-graph-config": "it may turn prefill CUDA graphs back on",
     "enable-return-hidden-states": "it changes what the model returns",
+    "return-hidden-states-mode": "it changes what the model returns",
     "enable-return-aux-hidden-states": "it changes what the model returns",
     "skip-server-warmup": "readiness is told by the warm-up request",
     "api-key": "keys would show in the list of processes and in SGLang's own log",
     "admin-api-key": "keys would show in the list of processes and in SGLang's own log",
 }
 _HARMLESS = {
-    "pp-size": ("1",),
-    "pipeline-parallel-size": ("1",),
-    "dp-size": ("1",),
-    "data-parallel-size": ("1",),
-    "attn-dp-size": ("1",),
-    "attn-cp-size": ("1",),
-    "attention-context-parallel-size": ("1",),
-    "nnodes": ("1",),
+    **{flag: ("1",) for flag in REFUSED if flag.endswith("-size") or flag in ("ep", "nnodes")},
+    "moe-a2a-backend": ("none",),
     "disaggregation-mode": ("null",),
     "cuda-graph-backend-prefill": ("disabled",),
 }
@@ -161,9 +181,18 @@ def prefill_graph_flags() -> list[str]:
     return ["--cuda-graph-backend-prefill", "disabled"]
 
 
-def check_flags(flags: dict[str, Any], env: dict[str, str]) -> None:
+def unfused_flags(architecture: str, tp_size: int) -> list[str]:
+    """Return the flag that keeps fused all-reduce off, for the models whose states it would leave un-reduced (hsnb.patch.modes)."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version("sglang"))[:3])
+    if tp_size == 1 or architecture not in ADDS_IN_THE_LOOP.values() or numbers >= SUMS_FIRST_SINCE:
+        return []
+    return ["--enforce-disable-flashinfer-allreduce-fusion"]
+
+
+def check_flags(flags: dict[str, Any], env: dict[str, str], *, capture: bool = True) -> None:
     """Refuse flags and variables that would break a capture, that hsnb sets itself, or that SGLang does not know.
 
+    Without a `capture` (a server to compare with) nothing can break it.
     Raises ServerError for what would break a capture, ParamsError for the rest; the flag is named, and what to do.
     """
     seen: dict[str, str] = {}
@@ -186,7 +215,7 @@ def check_flags(flags: dict[str, Any], env: dict[str, str]) -> None:
             remedy = f"take {name} out of server.flags: hsnb gives --{flag} itself"
             raise _refused(f"server.flags has {name}: false", _NEGATED[flag], remedy)
         harmless = value is False or str(value).lower() in _HARMLESS.get(flag, ())
-        if flag in REFUSED and not harmless:
+        if capture and flag in REFUSED and not harmless:
             raise _refused(f"server.flags has {name}: {value}", REFUSED[flag], f"take {name} out of server.flags")
         if known is not None and flag not in known:
             near = difflib.get_close_matches(flag, sorted(known), 3)
@@ -197,7 +226,7 @@ def check_flags(flags: dict[str, Any], env: dict[str, str]) -> None:
                 f"mend server.flags.{name}",
             )
     for name, value in env.items():
-        if name in REFUSED_ENV and value:
+        if capture and name in REFUSED_ENV and value:
             raise _refused(f"server.env has {name}", REFUSED_ENV[name], f"take {name} out of server.env")
 
 

@@ -83,7 +83,7 @@ def preflight(deployment: Deployment, *, capture: bool = True, outputs: Path | N
     """
     steps: list[tuple[str, Callable[[], tuple[str, str]]]] = [
         ("SGLang", _sglang),
-        ("flags", lambda: _flags(deployment)),
+        ("flags", lambda: _flags(deployment, capture)),
         ("environment", lambda: _environment(deployment, capture)),
         ("model", lambda: (str(deployment.model_path()), str((deployment.model_config_json().get("architectures") or ["?"])[0]))),
         ("boundaries", lambda: _boundaries(deployment)),
@@ -112,10 +112,10 @@ def _sglang() -> tuple[str, str]:
     return version, "0.5.17 or newer" + ("" if version in ("0.5.17", "0.5.20", "0.5.23") else "; this one was not run by hsnb's authors")
 
 
-def _flags(deployment: Deployment) -> tuple[str, str]:
+def _flags(deployment: Deployment, capture: bool) -> tuple[str, str]:
     server = deployment.server
-    check_flags(server.flags, server.env)
-    return ", ".join(server.flags) or "none", "nothing that would break a capture"
+    check_flags(server.flags, server.env, capture=capture)
+    return ", ".join(server.flags) or "none", "nothing that would break a capture" if capture else "no capture asked for"
 
 
 def _environment(deployment: Deployment, capture: bool) -> tuple[str, str]:

@@ -60,6 +60,7 @@ def publish(folder: Path, row: int, dump: Dump) -> tuple[str, int, str]:
     try:
         states = dump.states().to(DTYPE).contiguous()
         save_file({"hidden_states": states, "token_ids": dump.token_ids.contiguous()}, temporary, metadata={"hsnb_format": "1", **meta})
+        temporary.chmod(0o644)  # safetensors makes it private; the trainer may be another user's
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
             checksum = xxhash.xxh3_128()
