@@ -70,7 +70,7 @@ def test_ready_answers_and_stops_without_a_trace(tmp_path, engine_starts):
         assert server.armed == [] and server.as_dict()["capture"] == "off" and server.url in server._repr_html_()
         assert len(told) > 3 and told == sorted(told, key=lambda t: t[0]) and any(line for _, line in told)
         assert "fired up" in server.tail(30) and server.log.name.startswith(f"server-{server.port}-")
-        assert [s.port for s in running_servers()] == [server.port]
+        assert server.port in [s.port for s in running_servers()]
         with server.client() as client:
             got = client.generate(list(range(5, 25)), rid="hsnb-test-1", logprobs=True)
         assert got.rid == "hsnb-test-1" and got.prompt_tokens == 20 and got.input_ids == list(range(5, 25)) and got.cached_tokens == 0
@@ -85,7 +85,7 @@ def test_ready_answers_and_stops_without_a_trace(tmp_path, engine_starts):
             client.generate([5] * 5000, rid="hsnb-test-long")
         assert attach(server.url, capture=False).pid == server.pid
         before = time.monotonic()
-    assert time.monotonic() - before < 4 and not server.running()
+    assert time.monotonic() - before < 15 and not server.running()
     server.stop()
     record = json.loads(server.log.with_suffix(".exit.json").read_text())
     assert record["reason"] == "asked to stop" and record["left"] == [] and any("sglang_loads" in n for n in record["removed"])
