@@ -131,7 +131,8 @@ def test_the_probe_notebook_on_a_running_server(engine, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((project / "outputs" / "probe" / "probe.json").read_text())
     assert result["verdict"] == "PASS"
-    assert {c["name"].split(":")[0] for c in result["checks"]} == {"ids 1..10", "fox sentence", "prompt 1"}
+    assert {"ids 1..10", "fox sentence", "prompt 1", "same", "norm", "layer"} <= {c["name"].split(":")[0] for c in result["checks"]}
+    assert result["layer_witnesses"] == ["the second tap", "transformers"]
     assert "Verdict: PASS" in outputs_of(project / "outputs" / "probe" / "01_probe.ipynb")
     assert server.running()
 
