@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from safetensors import safe_open
 
@@ -16,7 +15,6 @@ from hsnb.dumps import Dump
 from hsnb.probe.bars import compare, middle, relative_l2
 from hsnb.weights import Head, layer_norms, rms_norm
 
-REFERENCE_SHARE = 0.3  # of the free memory that a float32 copy of the model may take
 _BLIND_TAP = "a factor common to a whole row: the norm divides it out"
 _BLIND_HF = "what transformers and SGLang would both get wrong"
 
@@ -82,24 +80,6 @@ def tap_checks(fits: dict[str, Fit], dump: Dump, num_layers: int, dtype: str) ->
         says = "" if fit.best == own else f", fits B_{fit.best} ({fit.best_error:.2g})"
         checks.append(compare(f"{name} by the second tap", fit.own, fit.distance, 0.0, dtype, says=says, blind_to=_BLIND_TAP))
     return checks
-
-
-def reference_fits(folder: Path) -> bool:
-    """Say whether transformers may load the model here in float32, with room to spare."""
-    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
-    return 0 < size * 2 < psutil.virtual_memory().available * REFERENCE_SHARE
-
-
-@torch.no_grad()
-def reference_states(folder: Path, token_ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return B_0 .. B_L [S, H] of transformers in float32 on the CPU; B_L is the final norm's input, not the last hidden_states."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True).eval()
-    seen = {}
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.__setitem__("pre", args[0][0].clone()))
-    out = model.model(token_ids[None], output_hidden_states=True, use_cache=False)
-    return [h[0] for h in out.hidden_states[:-1]] + [seen["pre"]]
 
 
 def reference_checks(dump: Dump, states: list[torch.Tensor], head: Head, noise: dict[str, float], dtype: str) -> list[Check]:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from hsnb import reference as hf
 from hsnb.checks import Asked, Check, dump_checks
 from hsnb.dumps import Dump, open_dump
 from hsnb.errors import DumpError
 from hsnb.probe import norm, same
-from hsnb.probe.identity import Fit, Tap, reference_checks, reference_fits, reference_states, tap_checks, tap_fits
+from hsnb.probe.identity import Fit, Tap, reference_checks, tap_checks, tap_fits
 from hsnb.probe.result import ProbeResult
 from hsnb.probe.witness import Evidence, Witness
 from hsnb.weights import Head
@@ -85,8 +86,8 @@ def judge(evidence: Evidence, model: Path, *, reference: bool = True) -> ProbeRe
     guarded("norm", teacher)
     guarded("layer", tapped)
     witnesses = ["the second tap"]
-    if reference and reference_fits(model):
-        states = reference_states(model, torch.tensor(sentence.prompt.token_ids))
+    if reference and hf.fits(model):
+        states, _ = hf.states(hf.load(model), torch.tensor(sentence.prompt.token_ids))
         guarded("layer", lambda: reference_checks(_whole(sentence), states, head, noise, armed.dtype))
         witnesses.append("transformers")
     return ProbeResult(
