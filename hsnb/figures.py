@@ -7,7 +7,8 @@ import numpy as np
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito's palette
 
 
-def _axes(ax, size=(7, 3)):
+def axes(ax, size=(7, 3)):
+    """Return `ax`, or axes of a new figure of `size` inches."""
     import matplotlib.pyplot as plt
 
     if ax is None:
@@ -19,7 +20,7 @@ def _axes(ax, size=(7, 3)):
 
 def logprob_errors(errors: dict[str, tuple[float, ...]], bar: float, ax=None):
     """Draw |rebuilt - server's| log p (nats) per token of each prompt, with the largest error allowed."""
-    ax = _axes(ax)
+    ax = axes(ax)
     for n, (name, values) in enumerate(errors.items()):
         ax.plot(
             np.arange(1, len(values) + 1),
@@ -42,7 +43,7 @@ def logprob_errors(errors: dict[str, tuple[float, ...]], bar: float, ax=None):
 
 def lengths(values, shard_values=None, max_length: int | None = None, ax=None):
     """Draw the length histogram (tokens) of a data set, and of one shard over it."""
-    ax = _axes(ax)
+    ax = axes(ax)
     values = np.asarray(values)
     bins = np.linspace(0, max(int(values.max()), 1), 33)
     ax.hist(values, bins, color=BLUE, label=f"all (n = {len(values):,}, {values.sum():,} tokens)")
