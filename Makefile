@@ -6,11 +6,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-PINS := $(wildcard requirements/*.txt) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
+PINS := $(filter-out requirements/trainers-%,$(wildcard requirements/*.txt)) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup setup-engines demo lab test test-fast test-engines lint strip report gpu clean
+.PHONY: help setup setup-engines setup-trainers demo lab test test-fast test-engines lint strip report gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -48,13 +48,26 @@ setup-engines: $(OLDER:%=.venv-sglang-%/.ready)  ## the older SGLangs that captu
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
+TRAINERS ?= .venv-trainers
+
+setup-trainers: $(TRAINERS)/.ready  ## the real speculators 0.9 and SpecForge 0.2's reader, on a CPU (1.6 GB)
+
+$(TRAINERS)/.ready: PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
+$(TRAINERS)/.ready: requirements/trainers-cpu.txt requirements/torch-cpu.txt pyproject.toml
+	@echo "setup-trainers: speculators and SpecForge in $(@D) (a minute, 1.6 GB, from the package registry)"
+	$(PYTHON) -m venv $(@D)
+	$(PIP) -r requirements/torch-cpu.txt
+	$(PIP) --no-deps -r requirements/trainers-cpu.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
 demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
 	$(BIN)/python -m hsnb.demo
 
 lab: setup  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
-test: setup lint  ## everything, real engines and notebooks included
+test: setup setup-trainers lint  ## everything, real engines and notebooks included
 	$(BIN)/python -m pytest
 
 test-fast: setup  ## seconds: no engine, no notebook
@@ -78,4 +91,4 @@ gpu: setup  ## hsnb's checks on this machine's GPU(s), and docs/gpu-results.md (
 	ok=0; $(BIN)/python -m benchmarks.gpu --gpus $(or $(GPUS),1) || ok=$$?; $(BIN)/python -m benchmarks.render_gpu; exit $$ok
 
 clean:  ## remove the environment and caches; outputs/ stays
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TRAINERS) build *.egg-info .pytest_cache .ruff_cache
