@@ -8,17 +8,75 @@ metadata that hsnb adds, and are given to the trainer as --target-layer-ids.
 from __future__ import annotations
 
 import os
+import re
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hsnb.dumps import Dump
+from hsnb.dumps import UNKNOWN, Dump, open_dump
+from hsnb.dumps.dump import unreadable
 from hsnb.errors import ExtractError, ParamsError
+from hsnb.trainers.folder import FileFolder, TrainingSample, make_sample
 
 DTYPE = torch.bfloat16
+STATES = "hidden_states"
+_FILE = re.compile(r"hs_(\d+)\.safetensors")
+
+
+class SpeculatorsFolder(FileFolder):
+    """The rows whose states are there, ascending; `rows` are their indices in the whole data set."""
+
+    layout = "speculators"
+    looked_for = "an Arrow data set (state.json) beside hidden_states/hs_{row}.safetensors"
+    trainer_final = "pre"
+    conventions = ("speculators",)
+
+    @classmethod
+    def is_here(cls, path: Path, names: set[str]) -> bool:
+        return {"state.json", STATES} <= names
+
+    def list_files(self) -> list[str]:
+        found = (_FILE.fullmatch(p.name) for p in (self.path / STATES).iterdir())
+        self.rows = sorted(int(m[1]) for m in found if m)
+        return [sample_file(row) for row in self.rows]
+
+    @cached_property
+    def table(self) -> Any:
+        """The datasets.Dataset: input_ids, loss_mask, seq_len of every row, those without states too."""
+        from datasets import load_from_disk
+
+        return load_from_disk(str(self.path)).with_format("torch", columns=["input_ids", "loss_mask"])
+
+    @cached_property
+    def _first(self) -> Dump | None:
+        return open_dump(self.path / self.files[0]) if self.files else None
+
+    def claim(self) -> dict[str, Any]:
+        first = self._first
+        return {} if first is None or first.boundaries == UNKNOWN else {"boundaries": first.boundaries, "final": first.final}
+
+    def sample(self, index: int) -> TrainingSample:
+        """Read one row's states and mask. Raises DumpError also for token ids other than the row's: the trainer would drop it."""
+        name, row = self.files[index], self.rows[index]
+        dump = open_dump(self.path / name)
+        if row >= len(self.table):
+            raise unreadable(self.path / name, f"row {row} of a table of {len(self.table)} rows", "name the data set it belongs to")
+        item, ids = self.table[row], dump.token_ids
+        if not torch.equal(ids, item["input_ids"]):
+            raise unreadable(self.path / name, f"token ids other than the input_ids of row {row}", "the states are another data set's")
+        said = self.claims["boundaries"], self.claims["final"]
+        if dump.boundaries != UNKNOWN and (dump.boundaries, dump.final) != said:
+            raise unreadable(self.path / name, f"boundaries {dump.describe(dump.boundaries)}, {dump.final}, in a folder of {said}")
+        aux = [dump.column(k) for k in range(dump.columns - 1)]
+        return make_sample(self.path / name, name, ids, item["loss_mask"], aux, dump.column(-1))
+
+    def read(self, file: Path):
+        raise NotImplementedError("a row's mask is in the table: see sample")
 
 
 def check_settings(boundaries: tuple[int, ...], final: str) -> None:
