@@ -32,14 +32,10 @@ class Head:
 
         Raises ModelError naming the tensors looked for, or a norm that is not an RMS norm with a plain weight.
         """
-        config = text_config(read_config(folder))
-        if "rms_norm_eps" not in config:
-            raise _not_found(folder, "rms_norm_eps in config.json", "a model whose final norm is not an RMS norm")
-        files = _index(folder)
-        norm = _read(folder, files, "model.norm.weight")
-        tied = bool(config.get("tie_word_embeddings", False))
-        head = _read(folder, files, *(("model.embed_tokens.weight",) if tied else ("lm_head.weight", "model.embed_tokens.weight")))
-        return cls(norm, float(config["rms_norm_eps"]), head)
+        norm, eps = final_norm(folder)
+        tied = bool(text_config(read_config(folder)).get("tie_word_embeddings", False))
+        names = ("model.embed_tokens.weight",) if tied else ("lm_head.weight", "model.embed_tokens.weight")
+        return cls(norm, eps, _read(folder, _index(folder), *names))
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) for x [S, H], in float32."""
@@ -72,6 +68,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the RMS norm of x [S, H] with `weight` [H], in float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def final_norm(folder: Path) -> tuple[torch.Tensor, float]:
+    """Return the final norm's weight [H] and eps without reading the head. Raises ModelError for a norm that is not an RMS norm."""
+    config = text_config(read_config(folder))
+    if "rms_norm_eps" not in config:
+        raise _not_found(folder, "rms_norm_eps in config.json", "a model whose final norm is not an RMS norm")
+    return _read(folder, _index(folder), "model.norm.weight"), float(config["rms_norm_eps"])
 
 
 def layer_norms(folder: Path, layers: list[int]) -> dict[int, torch.Tensor]:
