@@ -147,9 +147,12 @@ def from_boundaries(boundaries: Sequence[int], convention: str | None, *, num_la
 
 
 def model_family(config: dict) -> str:
-    """Return which of SGLang's two setter rules a model's config.json falls under: "deepseek" (also Kimi) or "llama"."""
-    names = " ".join(config.get("architectures") or []) + str(config.get("model_type", ""))
-    return "deepseek" if "deepseek" in names.lower() or "kimi" in names.lower() else "llama"
+    """Return which of SGLang's two setter rules a model's config.json falls under: "deepseek" (also Kimi) or "llama".
+
+    GLM-4 MoE Lite, GLM's DSA models and Mistral Large 3 take DeepSeek's setter, or a copy of it (read in 0.5.17, 0.5.20, 0.5.23).
+    """
+    names = (" ".join(config.get("architectures") or []) + str(config.get("model_type", ""))).lower()
+    return "deepseek" if any(name in names for name in ("deepseek", "kimi", "glm4moelite", "glmmoedsa", "mistrallarge3")) else "llama"
 
 
 def text_config(config: dict) -> dict:

@@ -92,4 +92,11 @@ def test_bare_ids_are_refused(convention):
 def test_families():
     assert model_family({"architectures": ["KimiK25ForConditionalGeneration"]}) == "deepseek"
     assert model_family({"model_type": "deepseek_v3"}) == "deepseek"
+    assert model_family({"architectures": ["MistralLarge3ForCausalLM"]}) == "deepseek"
+    assert (
+        model_family({"architectures": ["GlmMoeDsaForCausalLM"]})
+        == model_family({"architectures": ["Glm4MoeLiteForCausalLM"]})
+        == "deepseek"
+    )
+    assert model_family({"architectures": ["Glm4MoeForCausalLM"]}) == "llama"
     assert model_family({"architectures": ["LlamaForCausalLM"]}) == "llama"
