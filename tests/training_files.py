@@ -97,7 +97,7 @@ def write_deepspec(folder: Path, made, layer_ids=(1, 14, 26)):
         "token_dtype": "int32",
         "mask_dtype": "uint8",
         "index_record_size": 56,
-        "hidden_size": H,
+        "hidden_size": made[0][2].shape[-1],
         "target_model_name_or_path": "some/model",
         "shards": [{"shard_id": 0, "file_name": "shard-00000.bin"}],
     }
@@ -109,7 +109,7 @@ def write_req(folder: Path, made):
     for k, (ids, _, states) in enumerate(made):
         inner = folder / f"req_{k}"
         inner.mkdir(parents=True)
-        for c in range(AUX):
+        for c in range(states.shape[1] - 1):
             torch.save(states[:, c].clone(), inner / f"aux_{c}.pt")
         torch.save(states[:, -1].clone(), inner / "final.pt")
         (inner / "metadata.json").write_text(json.dumps({"request_id": f"r{k}", "num_tokens": len(ids), "token_ids": ids.tolist()}))

@@ -70,13 +70,11 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return agree, shifted, undecided or unrelated: of a's columns on b's."""
+        """Return agree, shifted, found (a's columns have no numbers), undecided or unrelated: of a's columns on b's."""
         verdicts = {o.verdict for o in self.offsets}
         if "unknown" in verdicts:
             return "unrelated"
-        if "shifted" in verdicts:
-            return "shifted"
-        return "undecided" if "undecided" in verdicts else "agree"
+        return next((v for v in ("shifted", "undecided", "found") if v in verdicts), "agree")
 
     def frame(self):
         """Return a row for each boundary that both have."""

@@ -16,6 +16,7 @@ from hsnb.probe.bars import FP32_BAR
 VERDICTS = {
     "agree": "THESE TWO AGREE: look elsewhere",
     "shifted": "THESE TWO COUNT LAYERS DIFFERENTLY",
+    "found": "FOUND: the columns without numbers are told below",
     "undecided": "NOT PROVED: the noise hides a shift",
     "unrelated": "THESE TWO ARE NOT THE SAME STATES",
 }
@@ -86,10 +87,16 @@ def _comparison_checks(c: Comparison) -> list[Check]:
     for party, found in c.witnessed.items():
         words = [o.verdict for o in found]
         value = ", ".join(f"{words.count(v)} {v}" for v in dict.fromkeys(words))
-        right = all(w == "right" for w in words)
+        right = set(words) <= {"right", "found"}
         checks.append(
             Check(
-                f"{party} on transformers", value, f"{len(words)} right", right, "", "", not right and set(words) <= {"right", "undecided"}
+                f"{party} on transformers",
+                value,
+                f"{len(words)} right",
+                right,
+                "",
+                "",
+                not right and set(words) <= {"right", "found", "undecided"},
             )
         )
     if c.boundaries:
@@ -162,6 +169,9 @@ def _on_boundaries(study: Study, c: Comparison) -> list[str]:
         said = [
             f"{len(shifted)} of {len(c.offsets)} columns of {c.a} are another boundary of {c.b}: {shown}. Their numbers do not mean the same."
         ]
+    elif c.verdict == "found":
+        shown = ", ".join(f"{o.column} is {o.fits}" for o in c.offsets)
+        said = [f"{c.a} does not say which boundaries it holds. Measured against {c.b}: {shown}."]
     elif c.verdict == "undecided":
         n = sum(o.verdict == "undecided" for o in c.offsets)
         said = [

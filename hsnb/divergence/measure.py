@@ -16,6 +16,9 @@ METRICS = {
 }
 
 
+BLOCK = 1 << 22  # numbers of differences that are held at once: 32 MB
+
+
 @dataclass(frozen=True)
 class Distances:
     """The measures of a's n columns (rows) against b's m columns: each [n, m], first tokens left out.
@@ -73,15 +76,18 @@ def distances(a: States, b: States) -> Distances:
     shape = (len(a.columns), len(b.columns))
     out = {k: torch.empty(shape, dtype=torch.float64) for k in ("relative_l2", "low", "high", "cosine", "max_abs", "first")}
     sizes = y.norm(dim=-1).clamp_min(1e-30)  # [T, m]
+    firsts = y1.norm(dim=-1).clamp_min(1e-30)
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    block = max(1, BLOCK // (x.shape[0] * x.shape[2]))
     for i in range(shape[0]):
-        for j in range(shape[1]):
-            difference = x[:, i] - y[:, j]
-            relative = difference.norm(dim=-1) / sizes[:, j]
-            low, middle, high = relative.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-            out["low"][i, j], out["relative_l2"][i, j], out["high"][i, j] = low, middle, high
-            out["cosine"][i, j] = torch.cosine_similarity(x[:, i], y[:, j], dim=-1).median()
-            out["max_abs"][i, j] = difference.abs().max()
-            out["first"][i, j] = ((x1[:, i] - y1[:, j]).norm(dim=-1) / y1[:, j].norm(dim=-1).clamp_min(1e-30)).median()
+        for j in range(0, shape[1], block):
+            at = slice(j, j + block)
+            difference = x[:, i : i + 1] - y[:, at]  # [T, block, H]
+            relative = difference.norm(dim=-1) / sizes[:, at]
+            out["low"][i, at], out["relative_l2"][i, at], out["high"][i, at] = relative.quantile(quartiles, dim=0)
+            out["cosine"][i, at] = torch.cosine_similarity(x[:, i : i + 1], y[:, at], dim=-1).median(dim=0).values
+            out["max_abs"][i, at] = difference.abs().amax(dim=(0, 2))
+            out["first"][i, at] = ((x1[:, i : i + 1] - y1[:, at]).norm(dim=-1) / firsts[:, at]).median(dim=0).values
     return Distances(a.name, b.name, a.columns, b.columns, cka=linear_cka(x, y), tokens=x.shape[0], **out)
 
 

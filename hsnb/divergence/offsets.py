@@ -19,8 +19,9 @@ class Offset:
     `said` and `fits_number` are the numbers that the two parties give the two columns; `distance` is the way from the column that
     it fits to that one's nearest neighbour.
 
-    `verdict`: "right" (the same number), "shifted" (plainly another number), "undecided" (it fits, but the margin over the
-    runner-up is under three times the noise) or "unknown" (it fits none: other tokens, another model, another norm).
+    `verdict`: "right" (the same number), "shifted" (plainly another number), "found" (it has no number, and plainly fits), "undecided"
+    (it fits, but the margin over the runner-up is under three times the noise) or "unknown" (it fits none: other tokens, another
+    model, another norm).
     """
 
     column: str
@@ -48,8 +49,9 @@ class Offset:
             return "unknown"
         if self.margin < CERTAIN * self.noise:
             return "undecided"
-        same = self.offset == 0 if self.offset is not None else self.said is None and self.fits_number is None
-        return "right" if same else "shifted"
+        if self.said is None:
+            return "found"
+        return "right" if self.offset == 0 else "shifted"
 
     def as_dict(self) -> dict:
         names = ("column", "verdict", "fits", "offset", "error", "runner_up", "runner_up_error", "margin", "distance", "noise")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hsnb import boundaries as bd
@@ -131,7 +131,7 @@ def take(study: Study, party: str) -> tuple[States, dict[int, float]]:
             return capture.through_hsnb(server, prompts)
     from hsnb.divergence.folders import folder_states
 
-    return folder_states(resolve(party), study.prompts), {}
+    return folder_states(resolve(party), study.prompts, study.layers), {}
 
 
 def witness(study: Study) -> States | None:
@@ -142,6 +142,10 @@ def witness(study: Study) -> States | None:
 def measure(study: Study, a: tuple[States, dict], b: tuple[States, dict], reference: States | None) -> Comparison:
     """Compare two parties; `reference` is the neutral witness."""
     (one, noise_one), (other, noise_other) = a, b
+    if not (one.numbered() or other.numbered()):  # two folders that say nothing: their columns are compared place by place
+        one, other = (replace(s, said=tuple(range(len(s.columns)))) for s in (one, other))
+    elif not other.numbered():  # the one whose numbers are known is the measure
+        one, other = other, one
     prompts = list(study.prompts.values())
     least = noise.floor(one.dtype, other.dtype)
     coarse = max(one.dtype, other.dtype, key=lambda d: noise.floor(d))

@@ -1,0 +1,155 @@
+"""`hsnb identify` on files of every tool: right on each column, and honest where nothing can be told."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsnb import cli
+from hsnb.demo import model_folder
+from hsnb.divergence.identify import identify
+from hsnb.errors import DumpError, HsnbError
+from hsnb.weights import Head
+from tests import reference
+from tests.helpers import prompt_ids
+from tests.training_files import WRITERS, write_model_optimizer, write_req, write_specforge, write_speculators, write_speculators_pt
+
+TINY, LAYERS = "tiny-deepseek", 8
+
+
+def states(columns, name=TINY, vocab=480, normed=False, n=4, tokens=24, dtype=torch.bfloat16):
+    """Return [(ids, mask, states [S, K + 1, H])] of the given boundaries, by transformers in float32, stored in `dtype`."""
+    made, head = [], Head.load(model_folder(name))
+    for seed in range(n):
+        ids = torch.tensor(prompt_ids(tokens + seed, vocab, seed=seed))
+        all_of_them = reference.boundaries(name, ids)
+        last = head.normed(all_of_them[-1]) if normed else all_of_them[-1]
+        parts = [all_of_them[k] if k < len(all_of_them) - 1 else last for k in columns]
+        made.append((ids, torch.ones_like(ids), torch.stack(parts, dim=1).to(dtype)))
+    return made
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+@pytest.mark.parametrize(("normed", "final"), [(False, "pre"), (True, "post")])
+def test_every_layout_before_and_after_the_norm(layout, normed, final, tmp_path):
+    WRITERS[layout](tmp_path / "data", states([2, 4, 5, LAYERS], normed=normed))
+    found = identify(tmp_path / "data", model_folder(TINY))
+    assert (found.verdict, found.boundaries, found.final) == ("identified", (2, 4, 5), final)
+    takes = {"speculators": "pre", "speculators-0.4": "pre", "specforge": "post", "model-optimizer": "post", "deepspec": "post"}.get(layout)
+    assert found.wrong == (takes is not None and takes != final)
+    if found.wrong:
+        assert f"; it is {'B_8, before' if final == 'pre' else 'norm(B_8), after'} the norm." in found.text()
+
+
+def test_shuffled_columns_and_shifted_ones_are_named(tmp_path):
+    write_req(tmp_path / "shuffled", states([5, 2, 4, LAYERS]))
+    found = identify(tmp_path / "shuffled", model_folder(TINY))
+    assert found.boundaries == (5, 2, 4)
+    assert not found.ok
+    assert "not ascending: [5, 2, 4]" in found.text()
+
+    write_speculators(tmp_path / "late", states([3, 5, 6, LAYERS]), metadata={"boundaries": "[2, 4, 5]", "final": "pre", "hsnb_format": "1"})
+    found = identify(tmp_path / "late", model_folder(TINY))
+    assert [c.offset for c in found.columns] in ([1, 1, 1, 0], [None, None, None, None])  # by whether the file's own words are taken
+    assert found.boundaries == (3, 5, 6)
+
+
+def test_our_own_claim_is_checked_not_believed(tmp_path):
+    write_speculators(tmp_path, states([3, 5, 6, LAYERS]))
+    (tmp_path / "hsnb.json").write_text(json.dumps({"boundaries": [2, 4, 5], "final": "pre", "model": str(model_folder(TINY))}))
+    found = identify(tmp_path, model_folder(TINY))
+    assert [(c.verdict, c.offset) for c in found.columns] == [("shifted", 1), ("shifted", 1), ("shifted", 1), ("right", 0)]
+    assert not found.ok
+    assert "The folder says boundaries [2, 4, 5]" in found.text()
+    assert cli.main(["identify", str(tmp_path)]) == 1  # the model is named by hsnb.json
+
+
+def test_one_layer_early_and_the_ids_of_each_tool(tmp_path):
+    write_model_optimizer(tmp_path / "hf", states([2, 5, 6, LAYERS], normed=True))  # its transformers dump asked for 1, 4, 5
+    found = identify(tmp_path / "hf", model_folder(TINY))
+    assert found.ids["model-optimizer-hf"] == [1, 4, 5]
+    write_model_optimizer(tmp_path / "vllm", states([1, 4, 5, LAYERS]))  # its vLLM dump, asked for the same: a layer early, before the norm
+    found = identify(tmp_path / "vllm", model_folder(TINY))
+    assert (found.boundaries, found.final) == ((1, 4, 5), "pre")
+    assert found.ids["model-optimizer-vllm"] == [1, 4, 5]
+    write_specforge(tmp_path / "specforge", states([2, 5, 6, LAYERS], normed=True))
+    assert identify(tmp_path / "specforge", model_folder(TINY)).ids == {"specforge": [2, 5, 6]}  # DeepSeek's setter takes them as they are
+    write_speculators_pt(tmp_path / "old", states([3, 5, 6, LAYERS]))
+    assert identify(tmp_path / "old", model_folder(TINY)).ids == {"speculators-0.3": [2, 4, 5]}
+
+
+def test_random_tensors_and_another_models_states_are_unknown(tmp_path):
+    noise = torch.Generator().manual_seed(0)
+    made = [(ids, mask, torch.randn(s.shape, generator=noise).to(s.dtype)) for ids, mask, s in states([2, 4, 5, LAYERS])]
+    write_req(tmp_path / "random", made)
+    found = identify(tmp_path / "random", model_folder(TINY))
+    assert found.verdict == "unknown"
+    assert found.boundaries == (None, None, None)
+    assert found.final == "unknown"
+    assert "unknown: the best fit" in found.text()
+
+    write_req(tmp_path / "other", [(ids.flip(0), mask, s) for ids, mask, s in states([2, 4, 5, LAYERS])])  # these are other tokens' states
+    assert identify(tmp_path / "other", model_folder(TINY)).verdict == "unknown"
+
+
+def test_noise_that_forbids_more_is_undecided(tmp_path):
+    """As much noise as half the way to the neighbour on the files, and a reference that is told of it by its own noise."""
+    made = states([6, 7, LAYERS, LAYERS])
+    rng = torch.Generator().manual_seed(1)
+    half = [(i, m, torch.cat([(s[:, :2] + s[:, 1:3]) / 2, s[:, 2:]], 1) + 0 * torch.randn(1, generator=rng)) for i, m, s in made]
+    write_req(tmp_path, half)  # exactly between two boundaries
+    found = identify(tmp_path, model_folder(TINY))
+    assert {c.verdict for c in found.columns[:2]} <= {"undecided", "unknown"}
+    assert found.boundaries[:2] == (None, None)
+
+
+def test_one_sample_of_another_norm_is_called_mixed(tmp_path):
+    right, wrong = states([2, 4, 5, LAYERS]), states([2, 4, 5, LAYERS], normed=True)
+    write_req(tmp_path, [*right[:3], wrong[3]])
+    found = identify(tmp_path, model_folder(TINY))
+    assert found.verdict == "mixed"
+    assert found.mixed == ("req_3",)
+    assert not found.ok
+
+
+def test_bad_input_is_refused_in_four_parts(tmp_path, capsys):
+    with pytest.raises(DumpError, match="no sample|expected one of"):
+        identify(tmp_path, model_folder(TINY))
+    write_req(tmp_path / "data", states([2, 4, 5, LAYERS]))
+    assert cli.main(["identify", str(tmp_path / "data")]) == 2
+    assert "no --model, expected the folder of the model" in capsys.readouterr().err
+    assert cli.main(["identify"]) == 2
+    with pytest.raises(HsnbError, match="expected 576|the model's"):
+        identify(tmp_path / "data", model_folder("smollm2-fp32"))
+
+
+def test_a_drafter_is_told_what_it_would_be_fed(tmp_path, capsys):
+    write_speculators(tmp_path / "data", states([2, 4, 5, LAYERS]))
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    for name, ids, status in (("right", [2, 4, 5], 0), ("shifted", [1, 4, 5], 1)):
+        drafter = tmp_path / name
+        drafter.mkdir()
+        eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
+        (drafter / "config.json").write_text(json.dumps({**config, "eagle_config": eagle}))
+        argv = ["identify", str(tmp_path / "data"), "--model", "demo:tiny-deepseek", "--drafter", str(drafter), "--json"]
+        assert cli.main(argv) == status
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["boundaries"] == [2, 4, 5]
+        assert answer["fed"]["sglang"]["boundaries"] == ([2, 4, 5] if name == "right" else [2, 5, 6])
+    assert "the drafter would see other layers" in " ".join(answer["said"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_boundary_of_a_trained_model_is_right(dtype, tmp_path):
+    """SmolLM2's 31 boundaries: neighbours differ by 15 to 40 %, bfloat16 by 1 to 2 %."""
+    columns = [*range(30), 30]
+    write_req_wide(tmp_path, states(columns, name="smollm2-fp32", vocab=40000, dtype=dtype, n=2))
+    found = identify(tmp_path, model_folder("smollm2-fp32"))
+    assert found.boundaries == tuple(range(30))
+    assert found.final == "pre"
+
+
+def write_req_wide(folder: Path, made):
+    """speculators' .pt layout takes any number of columns."""
+    write_speculators_pt(folder, made)
