@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from dataclasses import dataclass, field
 
@@ -65,12 +66,21 @@ def tiny(**server) -> dict:
     }
 
 
+def llama_boundaries(num_layers: int) -> list[int]:
+    """Return every boundary that the installed SGLang gives of a Llama: before 0.5.21 its loop cannot copy B_0 (docs/models.md)."""
+    from hsnb.patch.bodies import BODIES
+    from hsnb.patch.settings import version_tuple
+
+    old = version_tuple(importlib.metadata.version("sglang")) < version_tuple(BODIES["LlamaModel"].boundary_0_since)
+    return list(range(1 if old else 0, num_layers + 1))
+
+
 SETTINGS = {
     "smollm2": {
         "name": "smollm2",
         "model": "demo:smollm2-fp32",
         "server": {"device": "cpu", "dtype": "float32", "chunked_prefill_size": 64},
-        "capture": {"boundaries": list(range(31))},
+        "capture": {"boundaries": llama_boundaries(30)},
     },
     "tiny": {**tiny(chunked_prefill_size=64), "capture": {"boundaries": list(range(9))}},
     "kimi-shape": "params/kimi-shape.yaml",
