@@ -13,6 +13,7 @@ from hsnb.dumps import open_dump
 from hsnb.errors import CaptureError, ExtractError
 from hsnb.probe.witness import SENTENCE
 from hsnb.weights import Head
+from tests.conftest import llama_boundaries
 
 pytestmark = pytest.mark.engine("smollm2")
 
@@ -35,6 +36,11 @@ def evidence(server, folder):
     gathered = probe.gather(server, [*prompts, probe.Prompt("twin", twin)])
     yield gathered
     gathered.free()
+
+
+def at(boundary: int) -> int:
+    """Return the column of a boundary."""
+    return llama_boundaries(30).index(boundary)
 
 
 def change(witness, edit) -> None:
@@ -68,8 +74,8 @@ def test_the_untouched_server_passes(evidence, folder):
     result = judge(evidence, folder)
     assert (result.verdict, result.failed) == ("PASS", [])
     assert result.layer_witnesses == ("the second tap", "transformers")
-    names = [c.name for c in result.checks]
-    assert {f"layer: B_{k} by the second tap" for k in range(31)} | {f"layer: B_{k} by transformers" for k in range(31)} <= set(names)
+    names, columns = [c.name for c in result.checks], llama_boundaries(30)
+    assert {f"layer: B_{k} by {witness}" for k in columns for witness in ("the second tap", "transformers")} <= set(names)
     errors = torch.tensor(result.logprob_errors["fox sentence"])
     assert len(errors) == 24  # the sentence has 24 tokens on SmolLM2
     assert 0 < errors.max() < 1e-3
@@ -100,7 +106,7 @@ def test_run_asks_judges_frees_and_leaves_a_receipt(server):
 @pytest.mark.parametrize(("move", "fits"), [(1, "B_16"), (-1, "B_14")])
 def test_a_boundary_replaced_by_its_neighbour_is_named(move, fits, evidence, folder):
     def edit(states):
-        states[:, 15] = states[:, 15 + move]
+        states[:, at(15)] = states[:, at(15 + move)]
         return states
 
     change(evidence.sentence, edit)
@@ -142,7 +148,7 @@ def test_a_final_before_the_norm_labelled_after_it(evidence, folder):
 
 def test_the_final_one_layer_early(evidence, folder):
     def edit(states):
-        states[:, -1] = states[:, 29]
+        states[:, -1] = states[:, at(29)]
         return states
 
     change(evidence.sentence, edit)
@@ -244,7 +250,7 @@ def test_no_second_tap_proves_nothing(evidence, folder):
 
 def test_where_a_bad_row_is(evidence, folder):
     def edit(states):
-        states[5, 7] = 0
+        states[5, at(7)] = 0
         return states
 
     change(evidence.sentence, edit)
