@@ -66,13 +66,17 @@ def tiny(**server) -> dict:
     }
 
 
-def llama_boundaries(num_layers: int) -> list[int]:
-    """Return every boundary that the installed SGLang gives of a Llama: before 0.5.21 its loop cannot copy B_0 (docs/models.md)."""
+def first_boundary(body: str) -> int:
+    """Return 1 where the installed SGLang cannot copy B_0 of this class (docs/models.md), else 0."""
     from hsnb.patch.bodies import BODIES
     from hsnb.patch.settings import version_tuple
 
-    old = version_tuple(importlib.metadata.version("sglang")) < version_tuple(BODIES["LlamaModel"].boundary_0_since)
-    return list(range(1 if old else 0, num_layers + 1))
+    return int(version_tuple(importlib.metadata.version("sglang")) < version_tuple(BODIES[body].boundary_0_since))
+
+
+def llama_boundaries(num_layers: int) -> list[int]:
+    """Return every boundary that the installed SGLang gives of a Llama."""
+    return list(range(first_boundary("LlamaModel"), num_layers + 1))
 
 
 SETTINGS = {

@@ -4,6 +4,7 @@ docs/models.md has the table.
 """
 
 import json
+import os
 import uuid
 
 import pytest
@@ -14,11 +15,13 @@ from hsnb.collect import collect
 from hsnb.demo import model_folder
 from hsnb.dumps import open_dump
 from hsnb.errors import CaptureError
+from hsnb.images import image_tokens
 from hsnb.params import Deployment
 from hsnb.patch import bodies
-from hsnb.patch.settings import sglang_version, version_tuple
+from hsnb.patch.armed import read_armed
 from hsnb.patch.spool import file_stem
 from hsnb.server import Server
+from tests.conftest import first_boundary
 from tests.helpers import prompt_ids
 from tests.reference import boundaries, model, relative_l2
 
@@ -28,10 +31,17 @@ CHUNK, TOKENS, VOCABULARY = 16, 40, 500
 KIMI_FLAGS = {"trust-remote-code": True, "skip-tokenizer-init": True}
 BODY = {  # demo model: its body's class in SGLang
     "tiny-kimi-k25": "DeepseekV2Model",
+    "tiny-qwen2": "Qwen2Model",
     "tiny-qwen3": "Qwen3Model",
+    "tiny-qwen3-moe": "Qwen3MoeModel",
+    "tiny-glm4": "Glm4Model",
     "tiny-glm4-moe": "Glm4MoeModel",
+    "tiny-minimax-m2": "MiniMaxM2Model",
 }
 UNSUPPORTED = {"tiny-olmo2": "it has no module with layers_to_capture"}
+if os.environ.get("HSNB_TEST_FAMILIES") == "all":  # a server start each: left to make test-engines
+    BODY |= {"tiny-qwen2-moe": "Qwen2MoeModel", "tiny-mistral": "LlamaModel"}
+    UNSUPPORTED |= {"tiny-gemma3": "Gemma3TextModel: its aux states are the blocks' outputs without the residual"}
 
 
 def deployment(name: str, chosen: list[int]) -> Deployment:
@@ -52,14 +62,14 @@ def depth(name: str) -> int:
 @pytest.mark.parametrize("name", BODY)
 def test_every_boundary_equals_transformers(name, engine, engine_starts, tmp_path):
     """The final state, the second tap and the margin over the neighbours too, on one prompt that arrives in three chunks."""
-    since = bodies.BODIES[BODY[name]].boundary_0_since
-    first = 0 if version_tuple(sglang_version()) >= version_tuple(since) else 1
-    layers = depth(name)
+    first, layers = first_boundary(BODY[name]), depth(name)
     engine.stop()
     with Server.start(deployment(name, list(range(first, layers + 1))), log_dir=tmp_path) as server:
         engine_starts.note(name, server.sglang_version)
         rid = f"hsnb-probe-models-{uuid.uuid4().hex}"  # a probe's request has the second tap, too
         with server.client() as client:
+            if name == "tiny-kimi-k25":
+                an_image_placeholder_is_refused(server, client)
             client.generate(prompt_ids(TOKENS, VOCABULARY), rid=rid)
         dump = open_dump(collect(server.spool, rid))
         states, token_ids = {k: dump.state(k).clone() for k in (*dump.boundaries, "final")}, dump.token_ids
@@ -84,6 +94,19 @@ def test_every_boundary_equals_transformers(name, engine, engine_starts, tmp_pat
         with torch.no_grad():
             worst = relative_l2(tap[:, column], norm(reference[j])).max().item()
         assert worst < BAR, f"second tap of layer {j}: relative L2 {worst:.2g}"
+
+
+def an_image_placeholder_is_refused(server, client) -> None:
+    """The server answers as for any token, and the client is told that nothing was captured and why; others are captured."""
+    (placeholder,) = image_tokens(json.loads((model_folder("tiny-kimi-k25") / "config.json").read_text()))
+    prompt, rid = prompt_ids(TOKENS, VOCABULARY), f"hsnb-test-image-{uuid.uuid4().hex}"
+    prompt[20] = placeholder  # in the second chunk: the first is not begun either
+    assert client.generate(prompt, rid=rid).prompt_tokens == TOKENS
+    with pytest.raises(CaptureError, match=f"token id {placeholder} at row 20 is the placeholder of an image: only text is captured"):
+        collect(server.spool, rid)
+    assert [p.name for p in server.spool.glob("*.safetensors")] == []
+    counts = read_armed(server.spool)[0].counts
+    assert counts.get("captured", 0) == 0 and counts["failed"] == 1
 
 
 def second_tap(spool, rid: str) -> tuple[torch.Tensor, list[int]]:
@@ -133,6 +156,12 @@ def test_two_unproved_bodies_are_refused_by_name():
         bodies.find_body(make("Owner", model=body_of("Gemma3TextModel")))
     with pytest.raises(LookupError, match=r"no capture for Owner: NewModel has layers_to_capture, and is not proved; hsnb/patch/bodies.py"):
         bodies.find_body(make("Owner", model=body_of("NewModel")))
+
+
+def test_the_ids_that_stand_for_images_are_read_from_the_config():
+    assert image_tokens({"media_placeholder_token_id": 163605, "bos_token_id": 1, "text_config": {"image_token_id": 7}}) == {163605}
+    assert image_tokens({"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 4, "audio_token_id": None}) == {5, 6}
+    assert image_tokens({"model_type": "llama", "vocab_size": 32000}) == set()
 
 
 def test_boundary_0_is_refused_before_the_engine_copies_it():

@@ -17,6 +17,7 @@ from hsnb.errors import ServerError
 from hsnb.params import Deployment
 from hsnb.patch import modes
 from hsnb.patch.armed import Armed, ArmedFile, read_armed
+from hsnb.patch.bodies import Body
 from hsnb.patch.capture import Capture
 from hsnb.patch.settings import Settings
 from hsnb.server import flags
@@ -54,7 +55,8 @@ def test_fused_all_reduce_where_the_engine_adds_in_the_loop(monkeypatch):
     for fine in ((fused, "Glm4MoeModel", "0.5.23"), (fused, "DeepseekV2Model", "0.5.17"), (args(), "GptOssModel", "0.5.17")):
         assert modes.partial_sums(*fine) == ""
     assert modes.partial_sums(args(flashinfer_allreduce_fusion_backend="auto", tp_size=1), "GptOssModel", "0.5.17") == ""
-    assert flags.unfused_flags("GptOssForCausalLM", 8) == []  # as installed: 0.5.23
+    monkeypatch.setattr(flags.importlib.metadata, "version", lambda name: "0.5.21")
+    assert flags.unfused_flags("GptOssForCausalLM", 8) == []
     monkeypatch.setattr(flags.importlib.metadata, "version", lambda name: "0.5.20")
     assert flags.unfused_flags("GptOssForCausalLM", 8) == ["--enforce-disable-flashinfer-allreduce-fusion"]
     assert flags.unfused_flags("GptOssForCausalLM", 1) == flags.unfused_flags("DeepseekV3ForCausalLM", 8) == []
@@ -82,9 +84,9 @@ def test_each_mode_is_refused_before_a_start(name):
 
 def test_every_other_spelling_of_a_refused_flag_is_refused():
     """Read from the installed SGLang: field name and aliases of one argument are one flag."""
-    root = Path(__import__("importlib.util", fromlist=["util"]).find_spec("sglang").submodule_search_locations[0]) / "srt" / "arg_groups"
+    root = Path(__import__("importlib.util", fromlist=["util"]).find_spec("sglang").submodule_search_locations[0]) / "srt"
     spellings = []
-    for file in (root / "fields").glob("*.py"):
+    for file in (root / "server_args.py", *(root / "arg_groups" / "fields").glob("*.py")):  # 0.5.17 has the one file
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 lists = [k.value for k in ast.walk(node.annotation) if isinstance(k, ast.keyword) and k.arg == "aliases"]
@@ -136,9 +138,8 @@ def batch(*parts: tuple[Req, int, int], mode: str = "EXTEND") -> SimpleNamespace
 @pytest.fixture
 def capture(tmp_path):
     armed = Armed(state="armed", dtype="float32", num_layers=2, hidden_size=1)
-    made = Capture(
-        TwoLayers(), Settings(tmp_path, (0, 1), "pre", "safetensors", "hsnb-"), ArmedFile(tmp_path, armed), writes=True, warmup=False
-    )
+    settings = Settings(tmp_path, (0, 1), "pre", "safetensors", "hsnb-")
+    made = Capture(TwoLayers(), settings, ArmedFile(tmp_path, armed), writes=True, warmup=False, spec=Body(), images=frozenset({777}))
     made.body.forward = made
     return made
 
@@ -247,3 +248,46 @@ def test_what_is_not_ours_is_counted_once(capture):
     for start in (0, 2, 0):
         run(capture, (other, start, start + 2))
     assert said(capture) == ({"other": 1}, []) and dumps(capture) == 0
+
+
+def test_a_prompt_with_an_image_fails_by_name_and_its_neighbour_does_not(capture):
+    placeholder, image = req("hsnb-a", 5), req("hsnb-b", 3, multimodal_inputs=object())
+    placeholder.origin_input_ids[4] = 777
+    for start in (0, 2):  # the first chunk has no placeholder, and is refused all the same
+        run(capture, (placeholder, start, start + 2), (image, 0, 3), (req(f"hsnb-{start}", 2), 0, 2))
+    counts, failures = said(capture)
+    assert counts == {"failed": 2, "captured": 2} and dumps(capture) == 2
+    assert failures[0].startswith("hsnb-a: token id 777 at row 4 is the placeholder of an image: only text is captured")
+    assert failures[1] == "hsnb-b: the prompt has an image: only text is captured"
+
+
+class Flagged(TwoLayers):
+    """As SGLang's Qwen2-MoE and Qwen3-MoE: its loop looks at an attribute of each layer, and never at layers_to_capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+
+    def forward(self, input_ids, positions, batch, embeds=None):
+        own, self.layers_to_capture = self.layers_to_capture, [i for i, x in enumerate(self.layers) if getattr(x, "asked_for", False)]
+        result = super().forward(input_ids, positions, batch, embeds)
+        self.layers_to_capture = own
+        return result
+
+
+def test_a_loop_that_looks_at_a_flag_of_each_layer(capture):
+    """The flags are there for the one call, those that were not there before are gone after it, and others keep their value."""
+    spec, body = Body(flag="asked_for"), Flagged()
+    body.layers[1].asked_for = False
+    capture.spec, capture.body, capture.forward = spec, body, body.forward
+    run(capture, (req("hsnb-a", 3), 0, 3))
+    assert said(capture) == ({"captured": 1}, [])
+    assert spec.asked(body) == [] and body.layers_to_capture == []
+    assert [vars(x).get("asked_for") for x in body.layers] == [None, False]
+    capture.spec = Body()  # without the flag nothing comes out, and the client is told
+    run(capture, (req("hsnb-b", 3), 0, 3))
+    assert "the model gave no states: ValueError('none for [0, 1]')" in said(capture)[1][0]
+    with pytest.raises(RuntimeError), spec.asking(body, [1]):
+        assert spec.asked(body) == [1]
+        raise RuntimeError("the model's own")
+    assert spec.asked(body) == []

@@ -4,7 +4,9 @@
    kernels for them. The .pth file beside this module installs a finder (no torch import, a few ms) that declares the two
    operators just in time. It has to be environment-wide: SGLang and transformers import torchvision long before a plug-in runs.
 2. DeepSeek's MLA has no handler for the torch_native attention backend: the plug-in registers the plain one.
-3. `sgl_kernel` (beside this module) stands in for the CUDA kernels package.
+3. GGUF checkpoints: SGLang imports their kernels on CUDA only; the plug-in gives the same names in plain torch.
+4. MiniMax-M2 norms its queries and keys in Triton: the plug-in puts plain torch in its place.
+5. `sgl_kernel` (beside this module) stands in for the CUDA kernels package.
 """
 
 import os
@@ -35,10 +37,46 @@ def install():
 
 
 def register():
-    """SGLang's plug-in entry point: let DeepSeek run its MLA on torch_native."""
+    """SGLang's plug-in entry point: DeepSeek's MLA on torch_native, GGUF weights dequantised, MiniMax-M2's norms in torch."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+    _name_gguf_kernels()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for function in (rms_sumsq_serial, rms_apply_serial):
+        HookRegistry.register(f"sglang.srt.models.minimax_m2.{function.__name__}", function, HookType.REPLACE)
+
+
+def rms_sumsq_serial(q, k):
+    """Return each row's sum of squares [2, tokens] in float32; ranks add theirs up."""
+    import torch
+
+    return torch.stack([x.float().pow(2).sum(-1) for x in (q, k)])
+
+
+def rms_apply_serial(q, k, q_weight, k_weight, sum_sq, tp_world=1, eps=1e-5):
+    """Return the RMS-normed q and k, whose rows are one rank's part of `tp_world`."""
+    pairs = zip((q, k), (q_weight, k_weight), sum_sq, strict=True)
+    return tuple((x.float() * (s[:, None] / (x.shape[1] * tp_world) + eps).rsqrt() * w.float()).to(x.dtype) for x, w, s in pairs)
+
+
+def _name_gguf_kernels():
+    """Define what sglang.srt.layers.quantization.gguf calls for dense layers; the kernels of experts stay missing.
+
+    The CUDA kernels quantise the activations as well (a8). These do not: a weight is what the package gguf makes of it.
+    """
+    import torch
+    from gguf import GGMLQuantizationType, dequantize
+    from sglang.srt.layers.quantization import gguf as module
+
+    def ggml_dequantize(weight, kind, rows, columns, dtype):
+        return torch.from_numpy(dequantize(weight.numpy(), GGMLQuantizationType(kind))).to(dtype)
+
+    def multiply(weight, x, kind, rows):
+        return x @ ggml_dequantize(weight, kind, rows, None, x.dtype).T
+
+    module.ggml_dequantize, module.ggml_mul_mat_a8, module.ggml_mul_mat_vec_a8 = ggml_dequantize, multiply, multiply

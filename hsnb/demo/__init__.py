@@ -41,8 +41,11 @@ MAKERS = (
     Maker("hsnb.demo.random_deepseek", "1", ("tiny-deepseek",), "a random DeepseekV3 of 8 layers"),
     Maker("hsnb.demo.random_deepseek", "1", ("kimi-shape",), "a random DeepseekV3 of Kimi's depth and width"),
     *(
-        Maker("hsnb.demo.random_models", "1", (f"tiny-{family}",), f"a random {family} of 6 layers")
-        for family in ("qwen3", "glm4-moe", "olmo2")
+        Maker("hsnb.demo.random_models", "2", (f"tiny-{family}",), f"a random {family} of 6 layers")
+        for family in (
+            *("qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "mistral", "glm4", "glm4-moe", "minimax-m2"),
+            *("gemma3", "olmo2"),
+        )
     ),
     Maker("hsnb.demo.random_models", "1", ("tiny-kimi-k25",), "tiny-deepseek as the language model of a Kimi-K2.5"),
 )

@@ -21,16 +21,28 @@ _DENSE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_MINIMAX: dict[str, Any] = {
+    "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8, "use_qk_norm": True,
+    "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid",
+}  # fmt: skip
 
 # name: (model class in transformers, what its config has beside _DENSE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-qwen2": ("Qwen2ForCausalLM", {}),
     "tiny-qwen3": ("Qwen3ForCausalLM", {}),
+    "tiny-qwen2-moe": ("Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 0}),
+    "tiny-qwen3-moe": ("Qwen3MoeForCausalLM", _EXPERTS),
+    "tiny-mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "tiny-glm4": ("Glm4ForCausalLM", {"partial_rotary_factor": 0.5}),
     "tiny-glm4-moe": (
         "Glm4MoeForCausalLM",
         {**_GROUPED, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True},
     ),
-    # The last is there to be refused (hsnb.patch.bodies): a class without an aux path.
+    "tiny-minimax-m2": ("MiniMaxM2ForCausalLM", _MINIMAX),
+    # The last two are there to be refused (hsnb.patch.bodies): aux states without the residual; a class without an aux path.
+    "tiny-gemma3": ("Gemma3ForCausalLM", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
     "tiny-olmo2": ("Olmo2ForCausalLM", {}),
 }
 
@@ -59,10 +71,10 @@ def make_model(name: str) -> Any:
         for key, weight in (*model.named_parameters(), *model.named_buffers()):
             if key.endswith("e_score_correction_bias"):
                 weight.uniform_(-0.02, 0.02, generator=generator)
-            elif "inv_freq" in key:  # computed from the config, not stored
+            elif "inv_freq" in key or "embed_scale" in key:  # computed from the config, not stored
                 continue
             elif key.endswith("norm.weight") or "layernorm" in key or "_norm" in key:
-                weight.add_(torch.empty_like(weight).uniform_(-0.2, 0.2, generator=generator))  # around 1
+                weight.add_(torch.empty_like(weight).uniform_(-0.2, 0.2, generator=generator))  # around 1, or Gemma's 0
             else:
                 weight.normal_(0, STD, generator=generator)
     return model

@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import hsnb
+from hsnb.images import image_tokens
 from hsnb.patch.armed import Armed, ArmedFile, refuse
-from hsnb.patch.bodies import check_boundaries, find_body
+from hsnb.patch.bodies import body_config, check_boundaries, find_body
 from hsnb.patch.capture import Capture
 from hsnb.patch.modes import partial_sums, settled, unsupported
 from hsnb.patch.settings import MIN_SGLANG, Settings, sglang_version, version_tuple, visible_env
@@ -91,18 +92,17 @@ def arm(runner, settings: Settings) -> Capture:
     body, spec = find_body(runner.model)
     if why := partial_sums(args, type(body).__name__, sglang_version()):
         raise ValueError(why)
-    num_layers = int(body.config.num_hidden_layers)
+    text = body_config(runner.model, body)
+    num_layers = int(text.num_hidden_layers)
     check_boundaries(settings.boundaries, num_layers, spec, sglang_version())
-    if body.layers_to_capture:
-        raise ValueError(
-            f"the model already captures {list(body.layers_to_capture)} for another purpose: start the server without a drafter"
-        )
+    if other := {*body.layers_to_capture, *spec.asked(body)}:
+        raise ValueError(f"the model already captures {sorted(other)} for another purpose: start the server without a drafter")
 
     inner = [b for b in settings.boundaries if b < num_layers]
-    body.layers_to_capture = list(inner)
-    read_back, body.layers_to_capture = list(body.layers_to_capture), []
-    if read_back != inner:
-        raise ValueError(f"layers_to_capture reads {read_back} after it was set to {inner}")
+    with spec.asking(body, inner):
+        read_back = spec.asked(body)
+    if read_back != inner or spec.asked(body):
+        raise ValueError(f"layers_to_capture reads {read_back} after it was set to {inner}, and then {spec.asked(body)}")
 
     parallel = {"tp_rank": _tp_rank(), **{name: int(getattr(args, name, 1) or 1) for name in ("tp_size", "pp_size", "dp_size")}}
     settings.spool.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def arm(runner, settings: Settings) -> Capture:
         model_class=type(body).__name__,
         config_hash=hashlib.sha256(config_file.read_bytes()).hexdigest() if config_file.is_file() else "",
         num_layers=num_layers,
-        hidden_size=int(body.config.hidden_size),
+        hidden_size=int(text.hidden_size),
         dtype=dtype_name(config.dtype),
         boundaries=list(settings.boundaries),
         layers_to_capture=read_back,
@@ -133,7 +133,9 @@ def arm(runner, settings: Settings) -> Capture:
         server_args=_plain(args),
         **parallel,
     )
-    capture = Capture(body, settings, ArmedFile(settings.spool, armed), writes=armed.rank == 0, warmup=not args.skip_server_warmup)
+    writes, warmup = armed.rank == 0, not args.skip_server_warmup
+    images = frozenset(image_tokens(config.hf_config.to_dict()))
+    capture = Capture(body, settings, ArmedFile(settings.spool, armed), writes=writes, warmup=warmup, spec=spec, images=images)
     tapped = Tap(capture, body, settings.spool, settings.boundaries, num_layers, capture.lengths) if capture.writes else capture
     body.forward = tapped  # on this object only; nn.Module.__call__ and a direct .forward() both find it
     log.info("hsnb: armed %s at boundaries %s, final %s, into %s", armed.model_class, armed.boundaries, armed.final, settings.spool)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from hsnb.patch.armed import ArmedFile
+from hsnb.patch.bodies import Body
 from hsnb.patch.digest import PROBE_PREFIX, Digests
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import LAYOUTS, Request, dtype_name
@@ -47,6 +48,7 @@ class Seen:
     counted: bool = False
     prefilled: bool = False  # every row of the prompt ran; the same on all ranks, for it decides who takes part in the gathers
     given_up: bool = False  # its failure is told, once
+    refused: str = ""  # why its prompt is none to capture
 
 
 class Known(NamedTuple):
@@ -61,9 +63,9 @@ class Known(NamedTuple):
 class Capture:
     """Wrap one model body's forward; `writes` on attention-TP rank 0 only (every rank must take part in the gathers)."""
 
-    def __init__(self, body, settings: Settings, armed: ArmedFile, *, writes: bool, warmup: bool):
-        self.body, self.settings, self.armed, self.writes = body, settings, armed, writes
-        self.forward = body.forward
+    def __init__(self, body, settings: Settings, armed: ArmedFile, *, writes: bool, warmup: bool, spec: Body, images=frozenset()):
+        self.body, self.settings, self.armed, self.writes, self.spec = body, settings, armed, writes, spec
+        self.forward, self.images = body.forward, images
         self.num_layers = armed.armed.num_layers
         self.inner = [b for b in settings.boundaries if b < self.num_layers]
         self.lengths: OrderedDict[str, Known] = OrderedDict()  # by request id
@@ -89,11 +91,20 @@ class Capture:
         """Remember each request's full length and whether it is the one that was here before."""
         for req in reqs:
             old = self.lengths.get(req.rid)
-            seen = old.seen if old and old.seen.req() is req else Seen(weakref.ref(req))
+            seen = old.seen if old and old.seen.req() is req else Seen(weakref.ref(req), refused=self.not_text(req))
             self.lengths[req.rid] = Known(len(req.origin_input_ids), len(req.output_ids), req.to_finish is not None, seen)
             self.lengths.move_to_end(req.rid)
         while len(self.lengths) > _MAX_KNOWN:
             self.lengths.popitem(last=False)
+
+    def not_text(self, req) -> str:
+        """Return why a prompt is not text alone, "" when it is. An image's own ids are SGLang's, a placeholder's row no image's."""
+        if getattr(req, "multimodal_inputs", None) is not None:
+            return "the prompt has an image: only text is captured"
+        if self.images.isdisjoint(req.origin_input_ids):
+            return ""
+        row, token = next((i, t) for i, t in enumerate(req.origin_input_ids) if t in self.images)
+        return f"token id {token} at row {row} is the placeholder of an image: only text is captured, leave such prompts out"
 
     def kind(self, request_id: str) -> str:
         """Return data, health or warmup. The warm-up is the first request with an id that SGLang made up (it has no name)."""
@@ -121,6 +132,8 @@ class Capture:
                 known.seen.counted = True
             elif known.aborted:
                 self.fail([row], "SGLang gave the request up before it ran: its answer has the reason")
+            elif known.seen.refused:
+                self.fail([row], known.seen.refused)
             elif not (known.answered or known.seen.prefilled):
                 rows.append(row)
             known.seen.prefilled |= row.start + row.n >= known.tokens
@@ -190,11 +203,10 @@ class Capture:
             states[self.num_layers] = x.clone() if residual is None else x + residual  # a copy: the norm works in place
 
         hook = self.body.norm.register_forward_pre_hook(before_norm)
-        own, self.body.layers_to_capture = self.body.layers_to_capture, list(self.inner)
         try:
-            result = self.forward(*args, **kwargs)
+            with self.spec.asking(self.body, self.inner):
+                result = self.forward(*args, **kwargs)
         finally:
-            self.body.layers_to_capture = own
             hook.remove()
         hidden, aux = result if self.inner and isinstance(result, tuple) else (result, [])
         if isinstance(aux, torch.Tensor):  # DeepSeek packs them as one [tokens, K * H]
