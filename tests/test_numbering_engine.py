@@ -11,9 +11,13 @@ import torch
 from hsnb.boundaries import from_boundaries, to_boundaries
 from hsnb.params import Deployment
 from hsnb.server import Server
+from hsnb.server.flags import known_flags
 from tests.conftest import SETTINGS
 from tests.helpers import prompt_ids, take
 
+pytestmark = pytest.mark.skipif(
+    "return-aux-hidden-state-layer-ids" not in known_flags(), reason="this SGLang has no --return-aux-hidden-state-layer-ids"
+)
 LISTS = {
     "tiny": ("deepseek", 8, 64, [[2, 4, 6], [1, 4, 6]]),
     "smollm2": ("llama", 30, 576, [[1, 15, 27]]),
