@@ -20,9 +20,11 @@ from tests.conftest import tiny
 
 
 @contextlib.contextmanager
-def by_hand(folder: Path, *, add: tuple[str, ...] = (), drop: tuple[str, ...] = (), **server) -> Iterator[tuple[str, Path, dict]]:
+def by_hand(
+    folder: Path, *, add: tuple[str, ...] = (), drop: tuple[str, ...] = (), boundaries=(2, 4, 6), **server
+) -> Iterator[tuple[str, Path, dict]]:
     """Yield (url, spool, /server_info) of a server whose flags lack `drop` and have `add`; end it and clear up after it."""
-    deployment = Deployment.parse(tiny(**server), origin="by hand")
+    deployment = Deployment.parse({**tiny(**server), "capture": {"boundaries": list(boundaries)}}, origin="by hand")
     port, spool, log, watch = pick_port(deployment), folder / "spool", folder / "server.log", ShmWatch()
     command = [*(word for word in build_command(deployment, port) if word not in drop), *add]
     with open(log, "w") as out:

@@ -17,9 +17,9 @@ def model(name: str):
 
 
 @torch.no_grad()
-def boundaries(name: str, token_ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return B_0 ... B_L, each [S, H]: B_L is the input of transformers' final norm, the last hidden_states entry is not used."""
-    net, seen = model(name), {}
+def boundaries(name, token_ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return B_0 ... B_L of a demo model's name, or of a model, each [S, H]: B_L is the input of transformers' final norm, the last hidden_states entry is not used."""
+    net, seen = model(name) if isinstance(name, str) else name, {}
     hook = net.model.norm.register_forward_pre_hook(lambda module, args: seen.__setitem__("pre", args[0][0].clone()))
     try:
         out = net.model(token_ids[None], output_hidden_states=True, use_cache=False)
