@@ -33,7 +33,8 @@ endif
 	touch $@
 
 OLDER := 0.5.17 0.5.20
-OLDER_TESTS := tests/test_capture_engine.py tests/test_models_engine.py
+OLDER_TESTS := $(addprefix tests/test_,modes.py capture_engine.py models_engine.py quantised_engine.py conditions_engine.py \
+	numbering_engine.py probe_engine.py pt_engine.py)
 
 setup-engines: $(OLDER:%=.venv-sglang-%/.ready)  ## the older SGLangs that capture is tested with, on a CPU (2 x 2.6 GB)
 
@@ -73,9 +74,10 @@ test: setup setup-trainers lint  ## everything, real engines and notebooks inclu
 test-fast: setup  ## seconds: no engine, no notebook
 	$(BIN)/python -m pytest -m "not engine and not notebook"
 
-test-engines: setup setup-engines  ## the tests that start a real engine, and capture and models on the older SGLangs
+test-engines: export HSNB_TEST_FAMILIES := all
+test-engines: setup setup-engines  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
 	$(BIN)/python -m pytest -m "engine or notebook"
-	for version in $(OLDER); do HSNB_TEST_FAMILIES=all .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done
+	for version in $(OLDER); do .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done
 
 lint: setup  ## ruff over code and notebooks
 	$(BIN)/ruff check .
