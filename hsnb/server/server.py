@@ -102,7 +102,7 @@ class Server:
                 clear_spool(spool, keep_dumps=job.keep_dumps)  # of a dead server; a folder that is not hsnb's was refused by the preflight
                 claim_spool(paths.make_private(spool), job.owner)
             log.write_text(f"# hsnb {hsnb.__version__}: {masked(job.command, env)}\n")
-            supervisor = _spawn(job, env)
+            supervisor = spawn_supervisor(job, env)
         except BaseException:
             state_file(port).unlink(missing_ok=True)
             raise
@@ -221,7 +221,7 @@ def owners() -> list[list[float]]:
     return found
 
 
-def _spawn(job: Job, env: dict[str, str]) -> subprocess.Popen:
+def spawn_supervisor(job: Job, env: dict[str, str]) -> subprocess.Popen:
     """Start the supervisor in a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it first."""
     with open(job.log, "ab") as log:  # a traceback of the supervisor belongs there
         supervisor = subprocess.Popen(
