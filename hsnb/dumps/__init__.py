@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hsnb.dumps.dump import UNKNOWN, Dump
+from hsnb.dumps.dump import NO_FINAL, UNKNOWN, Dump
 from hsnb.dumps.pt import PtDump
 from hsnb.dumps.safetensors import SafetensorsDump
 from hsnb.errors import DumpError
 
-__all__ = ["UNKNOWN", "Dump", "dump_path", "list_dumps", "open_dump"]
+__all__ = ["NO_FINAL", "UNKNOWN", "Dump", "dump_path", "list_dumps", "open_dump"]
 
 
 def open_dump(path: str | Path) -> Dump:

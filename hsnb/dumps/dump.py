@@ -11,14 +11,15 @@ import torch
 from hsnb.errors import DumpError
 
 UNKNOWN = "unknown"
+NO_FINAL = "none"  # a dump that says that it holds no final state
 
 
 class Dump(ABC):
     """The states of one request: boundaries ascending, the final state last.
 
     Attributes: path; layout ("safetensors" | "pt"); request_id; num_tokens (S); hidden_size (H); columns (boundaries + final);
-    dtype; boundaries (tuple of ints, or "unknown"); final ("pre" | "post" | "unknown"); kind ("data" | "warmup" | "health" |
-    "unknown"); metadata (as written).
+    dtype; boundaries (tuple of ints, or "unknown"); final ("pre" | "post" | "none" | "unknown"); num_layers (L, None when the
+    file does not say); kind ("data" | "warmup" | "health" | "unknown"); metadata (as written).
     """
 
     path: Path
@@ -30,6 +31,7 @@ class Dump(ABC):
     dtype: torch.dtype
     boundaries: tuple[int, ...] | str
     final: str
+    num_layers: int | None = None
     kind: str
     metadata: dict
 
@@ -40,7 +42,7 @@ class Dump(ABC):
 
     @abstractmethod
     def column(self, index: int) -> torch.Tensor:
-        """Return one column [S, H] in the stored dtype; -1 is the final state. Reads that column only."""
+        """Return one column [S, H] in the stored dtype; -1 is the final state, where there is one. Reads that column only."""
 
     @property
     @abstractmethod
@@ -48,21 +50,36 @@ class Dump(ABC):
         """Bytes of states, without headers and ids."""
 
     def state(self, boundary: int | str) -> torch.Tensor:
-        """Return boundary k, or "final", as [S, H]. Raises DumpError when the dump does not hold it, or does not say which it holds."""
-        if boundary == "final":
+        """Return boundary k, or "final", as [S, H]. Boundary L is the final state of a dump that holds it before the norm and says L.
+
+        Raises DumpError when the dump does not hold it, or does not say which it holds.
+        """
+        if boundary == "final" and self.final != NO_FINAL:
             return self.column(-1)
-        if self.boundaries == UNKNOWN or boundary not in self.boundaries:
-            raise DumpError(
-                got=f"{self.path}: boundary {boundary} asked of boundaries {self.describe(self.boundaries)}",
-                expected="one that the dump holds",
-                likely="files of a tool that does not write them down"
-                if self.boundaries == UNKNOWN
-                else "the server was armed with others",
-                next="read it by .column(index)"
-                if self.boundaries == UNKNOWN
-                else f"ask for one of {list(self.boundaries)}, or for 'final': the last layer's output",
-            )
-        return self.column(self.boundaries.index(boundary))
+        if self.boundaries != UNKNOWN and boundary in self.boundaries:
+            return self.column(self.boundaries.index(boundary))
+        if boundary == self.num_layers is not None and self.final == "pre":
+            return self.column(-1)
+        if self.boundaries == UNKNOWN:
+            likely, remedy = "files of a tool that does not write them down", "read it by .column(index)"
+        else:
+            likely = "the engine was asked for others"
+            also = "" if self.final == NO_FINAL else ", or for 'final': the last layer's output"
+            remedy = f"ask for one of {list(self.boundaries)}{also}"
+        raise DumpError(
+            got=f"{self.path}: {'the final state' if boundary == 'final' else f'boundary {boundary}'} asked of boundaries "
+            f"{self.describe(self.boundaries)}{' without a final state' if self.final == NO_FINAL else ''}",
+            expected="one that the dump holds",
+            likely=likely,
+            next=remedy,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each column is called: B_k, or its number where that is unknown; the last one "final (pre)", where there is one."""
+        aux = self.columns - (self.final != NO_FINAL)
+        names = [f"B_{b}" for b in self.boundaries] if self.boundaries != UNKNOWN else [f"column {k}" for k in range(aux)]
+        return (*names, f"final ({self.final})") if self.final != NO_FINAL else tuple(names)
 
     def states(self) -> torch.Tensor:
         """Return everything as [S, columns, H]."""
@@ -76,9 +93,8 @@ class Dump(ABC):
         """Return one row a column: name, norm of the rows (median, first token apart), largest absolute value."""
         import pandas as pd
 
-        names = [f"B_{b}" for b in self.boundaries] if self.boundaries != UNKNOWN else [f"column {k}" for k in range(self.columns - 1)]
         rows = []
-        for k, name in enumerate([*names, f"final ({self.final})"]):
+        for k, name in enumerate(self.names):
             values = self.column(k).float()
             norms = values.norm(dim=-1)
             rest = norms[1:].median().item() if len(norms) > 1 else float("nan")

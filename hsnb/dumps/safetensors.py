@@ -1,4 +1,8 @@
-"""The safetensors layout: hidden_states [S, K+1, H] and token_ids [S]. vLLM's and speculators' files have it too, unlabelled."""
+"""The safetensors layout: hidden_states [S, K+1, H] and token_ids [S]. vLLM's and speculators' files have it too, unlabelled.
+
+vLLM's connector writes the boundaries it was asked for and no more: without B_L among them there is no final state, which
+hsnb.vllm labels as final "none" (K columns), and with it B_L is the final state, pre (K+1 columns, as everywhere).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hsnb.dumps.dump import UNKNOWN, Dump, unreadable
+from hsnb.dumps.dump import NO_FINAL, UNKNOWN, Dump, unreadable
 
 
 class SafetensorsDump(Dump):
@@ -31,12 +35,14 @@ class SafetensorsDump(Dump):
                     )
                 self.dtype = file.get_slice("hidden_states")[:0].dtype
             boundaries = tuple(json.loads(meta["boundaries"])) if "boundaries" in meta else UNKNOWN
-            if boundaries != UNKNOWN and len(boundaries) + 1 != shape[1]:
-                raise ValueError(f"{shape[1]} columns for boundaries {list(boundaries)} and the final")
+            final = meta.get("final", UNKNOWN)
+            if boundaries != UNKNOWN and len(boundaries) + (final != NO_FINAL) != shape[1]:
+                raise ValueError(f"{shape[1]} columns for boundaries {list(boundaries)} and {'no' if final == NO_FINAL else 'the'} final")
+            num_layers = int(meta["num_layers"]) if "num_layers" in meta else None
         except (SafetensorError, ValueError, OSError) as error:
             raise unreadable(path, error) from error
         self.num_tokens, self.columns, self.hidden_size = shape
-        self.metadata, self.boundaries, self.final = meta, boundaries, meta.get("final", UNKNOWN)
+        self.metadata, self.boundaries, self.final, self.num_layers = meta, boundaries, final, num_layers
         self.request_id, self.kind = meta.get("request_id", path.stem), meta.get("kind", UNKNOWN)
 
     @property
