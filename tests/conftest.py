@@ -12,18 +12,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 # Real engine starts that the whole suite makes at least; test_zz_engine_starts compares. Raise it when tests are added.
-ENGINE_STARTS_NEEDED = 38
+ENGINE_STARTS_NEEDED = 41
 
 
 @dataclass
 class EngineStarts:
-    """Every server that answered over HTTP with a version of its own, in this test run."""
+    """Every SGLang that answered over HTTP, and every vLLM that captured, with a version of its own, in this test run."""
 
     seen: list[str] = field(default_factory=list)
 
-    def note(self, what: str, version: str) -> None:
-        assert version.startswith("0.5."), f"{what} is no SGLang: version {version!r}"
-        self.seen.append(f"{what} (SGLang {version})")
+    def note(self, what: str, version: str, engine: str = "SGLang") -> None:
+        begins = {"SGLang": "0.5.", "vLLM": "0.32."}[engine]
+        assert version.startswith(begins), f"{what} is no {engine}: version {version!r}"
+        self.seen.append(f"{what} ({engine} {version})")
 
 
 @pytest.fixture(scope="session")
