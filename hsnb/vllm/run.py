@@ -114,7 +114,8 @@ def _wait(supervisor: subprocess.Popen, log: Path, timeout_s: float, progress: C
         now = time.monotonic()
         if progress and now - told >= 0.5:
             told = now
-            progress(round(now - started, 1), _last(log))
+            line = _last(log)
+            progress(round(now - started, 1), f"{line}: {logs.last_meaningful(log)}" if line.startswith("starting vLLM") else line)
         if now - started > timeout_s:
             raise ServerError(
                 got=f"vLLM has not finished after {timeout_s:.0f} s ({_last(log)})",
