@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (help, reference)
     "probe": ("probe a running server, or one started for it, and exit by the verdict", "hsnb.commands.probe"),
     "prepare": ("write a run's data set, every sample's row fixed, before any shard", "hsnb.commands.prepare"),
     "identify": ("say which boundaries a folder of training files holds, and what a drafter would be fed", "hsnb.commands.identify"),
+    "export": ("write a folder of training files in another trainer's layout", "hsnb.commands.export"),
     "run": ("run a notebook, or one after the other for a range of shards", "hsnb.run"),
     "report": ("render a run's notebooks to HTML, with an index", "hsnb.report"),
 }

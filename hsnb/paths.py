@@ -102,7 +102,12 @@ def make_private(folder: Path) -> Path:
 
 def write_json(path: Path, tree: dict) -> Path:
     """Write `tree` so that a reader sees the old file or the new one, never half of it."""
+    return replace_text(path, json.dumps(tree, indent=1))
+
+
+def replace_text(path: Path, text: str) -> Path:
+    """Write `text` so that a reader sees the old file or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(tree, indent=1))
+    temporary.write_text(text)
     os.replace(temporary, path)
     return path

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from hsnb.errors import DumpError, ParamsError
-from hsnb.trainers import speculators
-from hsnb.trainers.deepspec import DeepSpecFolder
+from hsnb.trainers.deepspec import DeepSpecFolder, DeepSpecLayout
 from hsnb.trainers.folder import TrainingFolder, TrainingSample, entries
-from hsnb.trainers.model_optimizer import ModelOptimizerFolder
-from hsnb.trainers.specforge import SpecForgeFolder
-from hsnb.trainers.speculators import SpeculatorsFolder
-from hsnb.trainers.speculators_pt import SpeculatorsPtFolder
+from hsnb.trainers.layout import Layout
+from hsnb.trainers.model_optimizer import ModelOptimizerFolder, ModelOptimizerLayout
+from hsnb.trainers.specforge import SpecForgeFolder, SpecForgeLayout
+from hsnb.trainers.speculators import SpeculatorsFolder, SpeculatorsLayout
+from hsnb.trainers.speculators_pt import SpeculatorsPtFolder, SpeculatorsPtLayout
 from hsnb.trainers.spools import ConnectorFolder, PtSpoolFolder, SpoolFolder
 
 __all__ = ["FOLDERS", "LAYOUTS", "TrainingFolder", "TrainingSample", "layout", "open_folder"]
@@ -31,7 +31,10 @@ FOLDERS: tuple[type[TrainingFolder], ...] = (
     ModelOptimizerFolder,
 )
 
-LAYOUTS = {"speculators": speculators}
+WRITTEN: dict[str, Layout] = {
+    k.name: k() for k in (SpeculatorsLayout, SpecForgeLayout, ModelOptimizerLayout, DeepSpecLayout, SpeculatorsPtLayout)
+}  # by the exporter
+LAYOUTS = {name: one for name, one in WRITTEN.items() if one.direct}  # during extraction
 
 
 def open_folder(path: str | Path) -> TrainingFolder:
@@ -51,8 +54,8 @@ def open_folder(path: str | Path) -> TrainingFolder:
     return folder
 
 
-def layout(name: str):
-    """Return the module of a layout. Raises ParamsError for one that is not there."""
+def layout(name: str) -> Layout:
+    """Return a layout that the extraction writes. Raises ParamsError for one that is not there."""
     if name not in LAYOUTS:
         raise ParamsError(
             got=f"layout is {name!r}",

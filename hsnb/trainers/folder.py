@@ -75,6 +75,15 @@ class TrainingFolder(ABC):
     def sample(self, index: int) -> TrainingSample:
         """Read one sample, mapped where the file allows it. Raises DumpError when it is not a whole one, IndexError past the end."""
 
+    def labels(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return ids and mask of one sample; the states, mapped, are not read."""
+        sample = self.sample(index)
+        return sample.token_ids, sample.loss_mask
+
+    def file(self, index: int) -> Path:
+        """Return the file, or the folder, that holds a sample."""
+        return self.path / self.name(index)
+
     def claim(self) -> dict[str, Any]:
         """Return what the layout's own files say of boundaries and norm, without hsnb.json; nothing by default."""
         return {}

@@ -7,23 +7,25 @@ metadata that hsnb adds, and are given to the trainer as --target-layer-ids.
 
 from __future__ import annotations
 
-import os
+import json
 import re
+import shlex
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import xxhash
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hsnb.dumps import UNKNOWN, Dump, open_dump
 from hsnb.dumps.dump import unreadable
-from hsnb.errors import ExtractError, ParamsError
+from hsnb.dumps.safetensors import SafetensorsDump
 from hsnb.trainers.folder import FileFolder, TrainingSample, make_sample
+from hsnb.trainers.layout import Layout, Row, Training, Written
+from hsnb.trainers.table import write_table
 
-DTYPE = torch.bfloat16
 STATES = "hidden_states"
 _FILE = re.compile(r"hs_(\d+)\.safetensors")
 
@@ -43,7 +45,7 @@ class SpeculatorsFolder(FileFolder):
     def list_files(self) -> list[str]:
         found = (_FILE.fullmatch(p.name) for p in (self.path / STATES).iterdir())
         self.rows = sorted(int(m[1]) for m in found if m)
-        return [sample_file(row) for row in self.rows]
+        return [_file(row) for row in self.rows]
 
     @cached_property
     def table(self) -> Any:
@@ -75,73 +77,69 @@ class SpeculatorsFolder(FileFolder):
         aux = [dump.column(k) for k in range(dump.columns - 1)]
         return make_sample(self.path / name, name, ids, item["loss_mask"], aux, dump.column(-1))
 
+    def labels(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        item = self.table[self.rows[index]]
+        return item["input_ids"], item["loss_mask"]
+
     def read(self, file: Path):
         raise NotImplementedError("a row's mask is in the table: see sample")
 
 
-def check_settings(boundaries: tuple[int, ...], final: str) -> None:
-    """Raise ParamsError when the server captures what this layout cannot hold."""
-    if final != "pre":
-        raise ParamsError(
-            got=f"final is {final!r}",
-            expected="pre for the speculators layout",
-            likely="speculators applies the final norm itself; a normed state would be normed twice",
-            next="set capture.final: pre and start the server again",
-        )
+class SpeculatorsLayout(Layout):
+    """Written during extraction beside the table that `hsnb prepare` made, or by the exporter with a table of its own."""
+
+    name = "speculators"
+    folder = SpeculatorsFolder
+    final = "pre"
+    convention = "speculators"
+    why = "speculators applies the final norm itself; a normed state would be normed twice"
+    direct = True
+    mask = "table"
+
+    def sample_file(self, row: int) -> str:
+        return _file(row)
+
+    def save(self, path: Path, row: Row) -> None:
+        meta = {**row.meta, "hsnb_format": "1", "boundaries": str(list(row.boundaries)), "final": row.final}
+        save_file({"hidden_states": row.states, "token_ids": row.token_ids.contiguous()}, path, metadata=meta)
+        _sort_metadata(path)
+
+    def read(self, path: Path):
+        dump = SafetensorsDump(path)
+        return dump.token_ids, None, dump.states()
+
+    def finish(self, folder: Path, labels: Iterable, about: dict[str, Any], done: list[Written]) -> None:
+        write_table(folder, labels)
+
+    def save_vocabulary(self, folder: Path, d2t: torch.Tensor, t2d: torch.Tensor) -> list[Path]:
+        files = [folder / f"{name}-{len(d2t)}.npy" for name in ("d2t", "t2d")]
+        for file, values in zip(files, (d2t, t2d), strict=True):
+            np.save(file, values.numpy())
+        return files
+
+    def training(self, folder: Path, about: dict[str, Any], vocab: int) -> Training:
+        ids, here = [str(i) for i in self.layer_ids(about)], SpeculatorsFolder(folder)
+        missing = len(here.table) - len(here)  # rows skipped as too long, or not extracted yet
+        words = ["speculators", "train", "--speculator-type", "eagle3", "--verifier-name-or-path", str(about["model"])]
+        words += ["--data-path", str(folder), "--target-layer-ids", *ids]
+        words += ["--on-missing", "skip" if missing else "raise"]
+        words += ["--draft-vocab-size", str(vocab)] if vocab else []
+        # SGLang's drafter has no norm_before_residual, and speculators trains with it unless told not to.
+        words += ["--no-norm-before-residual", "--save-path", f"{folder}-drafter"]
+        return Training(shlex.join(words), (f"{missing:,} rows have no states and are left out",) if missing else ())
 
 
-def sample_file(row: int) -> str:
-    """Return where the sample of `row` (an index in the whole data set) lies, relative to the data set's folder."""
-    return f"hidden_states/hs_{row}.safetensors"
+def _sort_metadata(path: Path) -> None:
+    """Put the header's metadata in order: safetensors writes it in another order in each process, and the same row is to be the same bytes."""
+    with open(path, "rb+") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(ordered) == size:
+            file.seek(8)
+            file.write(ordered)
 
 
-def begin(folder: Path, rows) -> None:
-    """Make the folder and remove the temporary files that a killed writer of these rows left."""
-    states = folder / "hidden_states"
-    states.mkdir(parents=True, exist_ok=True)
-    mine = set(rows)
-    for path in states.glob(".hs_*.tmp"):
-        if int(path.name.split(".")[1].removeprefix("hs_")) in mine:
-            path.unlink(missing_ok=True)
-
-
-def publish(folder: Path, row: int, dump: Dump) -> tuple[str, int, str]:
-    """Write a verified dump as this layout's file: temporary name, fsync, rename. Return (file, bytes, xxh3-128 of the file).
-
-    Raises ExtractError when the file system does not take it.
-    """
-    file = sample_file(row)
-    path = folder / file
-    temporary = path.with_name(f".hs_{row}.{os.getpid()}.tmp")
-    meta = {k: str(dump.metadata[k]) for k in ("boundaries", "final", "model", "sglang_version", "patch_version", "request_id")}
-    meta["boundaries"] = str(list(dump.boundaries))
-    try:
-        states = dump.states().to(DTYPE).contiguous()
-        save_file({"hidden_states": states, "token_ids": dump.token_ids.contiguous()}, temporary, metadata={"hsnb_format": "1", **meta})
-        temporary.chmod(0o644)  # safetensors makes it private; the trainer may be another user's
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
-            checksum = xxhash.xxh3_128()
-            while block := handle.read(1 << 24):
-                checksum.update(block)
-            size = handle.tell()
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in an error of its own
-        temporary.unlink(missing_ok=True)
-        raise ExtractError(
-            got=f"{path}: {getattr(error, 'strerror', None) or error}",
-            expected=f"room for {dump.num_tokens * dump.columns * dump.hidden_size * DTYPE.itemsize:,} bytes",
-            likely="the output's file system is full or read-only",
-            next="make room and start the shard again: it goes on where it stopped",
-        ) from error
-    return file, size, checksum.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _file(row: int) -> str:
+    return f"{STATES}/hs_{row}.safetensors"

@@ -1,0 +1,249 @@
+"""What a layout is to those who write it: where a row's file lies, what is in it, how its trainer is started.
+
+A file appears by rename, whole and fsynced, with its checksum taken from the disk. The extraction writes through `publish`, the
+exporter through `write`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+
+from hsnb.boundaries import from_boundaries, model_family
+from hsnb.dumps import Dump
+from hsnb.errors import DumpError, ExtractError, HsnbError, ParamsError
+from hsnb.params import num_layers, read_config
+from hsnb.trainers.folder import TrainingFolder
+from hsnb.weights import final_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample to be written: states [S, K+1, H], boundaries ascending, then the final, which is `final` ("pre" | "post") the norm."""
+
+    number: int  # in the whole data set
+    token_ids: torch.Tensor  # int64 [S]
+    loss_mask: torch.Tensor | None  # int64 [S]
+    states: torch.Tensor
+    boundaries: tuple[int, ...]
+    final: str
+    model: str  # the checkpoint's folder, for its norm
+    meta: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train on a folder: the command as it is typed, and what it cannot say itself."""
+
+    command: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a row is: `bytes` from `offset` on in `file`, relative to the folder, with their xxh3-128."""
+
+    row: int
+    tokens: int
+    file: str
+    offset: int
+    bytes: int
+    xxh3_128: str
+
+
+class Writer:
+    """Writes rows as files of their own, each read back before it gets its name."""
+
+    def __init__(self, layout: Layout, folder: Path):
+        self.layout, self.folder = layout, folder
+
+    def write(self, row: Row) -> Written:
+        """Write a row. Raises ExtractError or DumpError."""
+        file, size, checksum = self.layout.write(self.folder, row, check=True)
+        return Written(row.number, len(row.token_ids), file, 0, size, checksum)
+
+    def close(self) -> None:
+        """Nothing is open between two rows."""
+
+
+class Layout(ABC):
+    """A layout of one file a row. Its objects hold no state.
+
+    `final`: what the trainer takes the final for. `folder`: the class that reads it. `convention`: of its layer ids
+    (hsnb.boundaries). `why`: what a final of the other kind would do. `direct`: the extraction can write it. `mask`: "file" (in a sample's file),
+    "table" (beside the samples) or "optional" (in the file where it is known). `appends`: rows lie in shared files, in order.
+    """
+
+    name: ClassVar[str]
+    folder: ClassVar[type[TrainingFolder]]
+    final: ClassVar[str]
+    convention: ClassVar[str]
+    why: ClassVar[str]
+    direct: ClassVar[bool] = False
+    mask: ClassVar[str] = "file"
+    appends: ClassVar[bool] = False
+    DTYPE: ClassVar[torch.dtype] = torch.bfloat16
+
+    def check_settings(self, boundaries: tuple[int, ...], final: str) -> None:
+        """Raise ParamsError for a final that this layout cannot hold: a norm can be applied, not taken back."""
+        if final != self.final and final != "pre":
+            raise ParamsError(
+                got=f"final is {final!r}",
+                expected=f"pre for the {self.name} layout",
+                likely=self.why,
+                next="set capture.final: pre and start the server again",
+            )
+
+    @abstractmethod
+    def sample_file(self, row: int) -> str:
+        """Return where the sample of `row` (an index in the whole data set) lies, relative to the data set's folder."""
+
+    @abstractmethod
+    def save(self, path: Path, row: Row) -> None:
+        """Write `row`, which fits already, to `path`. The same row gives the same bytes."""
+
+    @abstractmethod
+    def read(self, path: Path) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return ids, mask and states [S, K+1, H] of a file, whatever its name."""
+
+    @abstractmethod
+    def training(self, folder: Path, about: dict[str, Any], vocab: int) -> Training:
+        """Return how to train on `folder`. `about`: boundaries, model and so on, as hsnb.json has them; `vocab`: 0 for the whole one."""
+
+    @abstractmethod
+    def save_vocabulary(self, folder: Path, d2t: torch.Tensor, t2d: torch.Tensor) -> list[Path]:
+        """Write the draft vocabulary where the trainer looks for it: offsets int64 [D], bool [V]. Return the files."""
+
+    def finish(self, folder: Path, labels: Iterable[tuple[torch.Tensor, torch.Tensor]], about: dict[str, Any], done: list[Written]) -> None:
+        """Write what the trainer wants beside the samples, `done` in order, with ids and mask `labels`; by default nothing."""
+        return
+
+    def writer(self, folder: Path, done: list[Written]) -> Writer:
+        """Return what writes rows one after the other; `done` is there already."""
+        return Writer(self, folder)
+
+    def begin(self, folder: Path, rows: Iterable[int]) -> None:
+        """Make the folders and remove the temporary files that a killed writer of these rows left."""
+        mine: dict[Path, set[str]] = {}
+        for row in rows:
+            path = folder / self.sample_file(row)
+            mine.setdefault(path.parent, set()).add(path.stem)
+        for parent, stems in mine.items():
+            parent.mkdir(parents=True, exist_ok=True)
+            for path in parent.glob(".*.tmp"):
+                if path.name.split(".")[1] in stems:
+                    path.unlink(missing_ok=True)
+
+    def publish(self, folder: Path, row: int, dump: Dump, loss_mask: torch.Tensor | None = None) -> tuple[str, int, str]:
+        """Write a verified dump as this layout's file. Return (file, bytes, xxh3-128 of the file).
+
+        `loss_mask` [S] is asked for where the layout keeps it in the file. Raises ExtractError when the file system does not
+        take it, ModelError when the final is to be normed and the dump's model is not to be found.
+        """
+        meta = {k: str(dump.metadata[k]) for k in ("model", "sglang_version", "patch_version", "request_id")}
+        made = Row(row, dump.token_ids, loss_mask, dump.states(), tuple(dump.boundaries), dump.final, meta["model"], meta)
+        return self.write(folder, made)
+
+    def write(self, folder: Path, row: Row, *, check: bool = False) -> tuple[str, int, str]:
+        """Write one row: temporary name, fsync, (with `check`) read back and compared bit for bit, rename. Raises as `publish`."""
+        if self.mask == "file" and row.loss_mask is None:
+            raise TypeError(f"the {self.name} layout has the loss mask in a sample's file: row {row.number} came without one")
+        row = self.fit(row)
+        file = self.sample_file(row.number)
+        path = folder / file
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+        try:
+            self.save(temporary, row)
+            temporary.chmod(0o644)  # safetensors makes it private; the trainer may be another user's
+            size, checksum = synced_checksum(temporary)
+            if check:
+                self.compare(temporary, row)
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        except HsnbError:
+            temporary.unlink(missing_ok=True)
+            raise
+        except (OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch wrap a full disk in errors of their own
+            temporary.unlink(missing_ok=True)
+            raise ExtractError(
+                got=f"{path}: {getattr(error, 'strerror', None) or error}",
+                expected=f"room for {row.states.numel() * row.states.itemsize:,} bytes",
+                likely="the output's file system is full or read-only",
+                next="make room and start it again: it goes on where it stopped",
+            ) from error
+        return file, size, checksum
+
+    def fit(self, row: Row) -> Row:
+        """Return the row as the file holds it: bfloat16, the final normed where the trainer wants it so (in float32, then rounded)."""
+        states = row.states.to(self.DTYPE)
+        if row.final != self.final:
+            self.check_settings(row.boundaries, row.final)
+            weight, eps = _norm(row.model)
+            states = states.clone() if states is row.states else states
+            states[:, -1] = rms_norm(row.states[:, -1], weight, eps).to(self.DTYPE)
+        return replace(row, states=states.contiguous(), final=self.final)
+
+    def compare(self, path: Path, row: Row) -> None:
+        """Read a file back. Raises DumpError when it does not hold `row` (as `fit` made it) to the last bit."""
+        ids, mask, states = self.read(path)
+        same = {
+            "token ids": torch.equal(ids, row.token_ids),
+            "loss mask": mask is None or torch.equal(mask.to(torch.int64), row.loss_mask),
+            "states": states.shape == row.states.shape and torch.equal(states.view(torch.int16), row.states.view(torch.int16)),
+        }
+        if wrong := [k for k, v in same.items() if not v]:
+            raise DumpError(
+                got=f"{path}: other {', '.join(wrong)} than were written",
+                expected="the same to the last bit",
+                likely="a failing disk or file system",
+                next="write to another disk",
+            )
+
+    def layer_ids(self, about: dict[str, Any]) -> list[int]:
+        """Return the boundaries in the tool's own numbering. Raises BoundaryError for one that it has no id for."""
+        config = read_config(Path(about["model"]))
+        return from_boundaries(about["boundaries"], self.convention, num_layers=num_layers(config), family=model_family(config))
+
+
+@lru_cache(maxsize=4)
+def _norm(model: str) -> tuple[torch.Tensor, float]:
+    return final_norm(Path(model))
+
+
+def synced_checksum(path: Path) -> tuple[int, str]:
+    """Make a written file durable and return its bytes and their xxh3-128, read back from it."""
+    with open(path, "rb") as handle:
+        os.fsync(handle.fileno())
+        checksum = xxhash.xxh3_128()
+        while block := handle.read(1 << 24):
+            checksum.update(block)
+        return handle.tell(), checksum.hexdigest()
+
+
+def save_torch(path: Path, tree: Any) -> None:
+    """torch.save with bytes that do not depend on the file's name (the archive inside would be called after it)."""
+    with open(path, "wb") as handle:
+        torch.save(tree, handle)
+
+
+def columns(row: Row) -> list[torch.Tensor]:
+    """Return the columns [S, H] as tensors of their own: of a view, torch.save writes the whole storage."""
+    return [c.clone() for c in row.states.unbind(1)]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
