@@ -84,6 +84,11 @@ def layer_norms(folder: Path, layers: list[int]) -> dict[int, torch.Tensor]:
     return {j: _read(folder, files, f"model.layers.{j}.input_layernorm.weight") for j in layers}
 
 
+def embeddings(folder: Path) -> torch.Tensor:
+    """Return the token embeddings [V, H] of the model in `folder`, in the checkpoint's dtype."""
+    return _read(folder, _index(folder), "model.embed_tokens.weight")
+
+
 def weights_hash(folder: Path) -> str:
     """Return a hash of the weights' identity: config.json, and each weight file's name, size, time and first 64 KiB.
 

@@ -1,0 +1,64 @@
+"""Figures of trainings and acceptance: losses over steps, acceptance per draft position, what each mistake costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hsnb.figures import BLUE, GREY, ORANGE, _axes
+
+PALETTE = (BLUE, ORANGE, "#009E73", "#CC79A7", GREY, "#E69F00", "#56B4E9")  # Okabe and Ito's
+_SMOOTH = 10  # steps; a single step's loss is that of one small batch
+
+
+def losses(runs: Mapping[str, Sequence[float]], ax=None):
+    """Draw the loss of each run over its steps, a mean over ten of them."""
+    ax = _axes(ax)
+    for n, (name, values) in enumerate(runs.items()):
+        width = min(_SMOOTH, len(values))
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
+        ax.plot(np.arange(width, len(values) + 1), smooth, color=PALETTE[n % len(PALETTE)], label=f"{name} (last {smooth[-1]:.2f})")
+    ax.set(xlabel="step", ylabel="training loss (KL, nats)", title=f"Loss, mean over {_SMOOTH} steps")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def acceptance(results: Mapping[str, object], ax=None):
+    """Draw the share of verifications in which draft k was accepted, per result (`Acceptance`)."""
+    ax = _axes(ax)
+    width = 0.8 / max(1, len(results))
+    for n, (name, result) in enumerate(results.items()):
+        shares = result.per_position
+        x = np.arange(1, len(shares) + 1) + (n - (len(results) - 1) / 2) * width
+        label = f"{name}: accept length {result.accept_length:.3f} (n = {result.verifications:,} verifications)"
+        ax.bar(x, shares, width, color=PALETTE[n % len(PALETTE)], label=label)
+    steps = max(len(r.per_position) for r in results.values())
+    ax.set(xticks=range(1, steps + 1), xlabel="draft", ylabel="share accepted", title="Accepted drafts", ylim=(0, None))
+    ax.legend(fontsize=8)
+    return ax
+
+
+def costs(values: Mapping[str, Mapping[str, Sequence[float]]], baseline: str, ax=None):
+    """Draw accept length and last loss of each variant side by side, one dot a seed: {name: {"accept_length": [...], "loss": [...]}}.
+
+    The two panels are the notebook's whole point: the left one moves, the right one does not.
+    """
+    import matplotlib.pyplot as plt
+
+    if ax is None:
+        _, ax = plt.subplots(1, 2, figsize=(9, 0.5 + 0.4 * len(values)), layout="constrained", facecolor="white", sharey=True)
+    for panel, key, title in zip(
+        ax, ("accept_length", "loss"), ("accept length on what is served", "last training loss (nats)"), strict=True
+    ):
+        panel.set_facecolor("white")
+        panel.spines[["top", "right"]].set_visible(False)
+        for n, name in enumerate(values):
+            points = values[name][key]
+            panel.plot(points, [n] * len(points), "o", color=BLUE if name == baseline else ORANGE, ms=6)
+        panel.axvline(float(np.mean(values[baseline][key])), color=BLUE, lw=1, ls="--")
+        panel.set(
+            yticks=range(len(values)), yticklabels=list(values), title=f"{title} (n = {max(len(v[key]) for v in values.values())} seeds)"
+        )
+        panel.invert_yaxis() if panel is ax[0] else None
+    return ax

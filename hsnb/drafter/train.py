@@ -1,0 +1,221 @@
+"""A short training by the real speculators code, in its own environment: started, watched and ended as a process of its own.
+
+Not for production: it shows within minutes on a CPU whether a folder of states trains a drafter that is accepted, and what a
+mistake in the states costs. The loss does not tell: states a boundary late, and a normed final, train to as low a loss.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hsnb.drafter.states import StatesFolder
+from hsnb.errors import HsnbError, ModelError, ParamsError
+from hsnb.paths import project_root
+
+ENVIRONMENT = ".venv-trainers"  # made by `make setup-trainers`; HSNB_TRAINERS names another one
+FLAGS = {"norm_before_residual": False, "norm_before_fc": True, "norm_output": True}  # what SGLang can run, and trains fastest
+SILENT_S = 300.0  # a training that says nothing for so long has hung
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a short training goes; the defaults are the least with which every mistake still shows (docs/handoff.md)."""
+
+    steps: int = 100
+    seconds: float = 0.0  # 0: no limit
+    tokens_per_step: int = 512
+    ttt_steps: int = 1
+    draft_vocab: int = 2048
+    lr: float = 1e-3
+    muon_lr: float = 1e-3
+    optimizer: str = "adamw"
+    flags: dict[str, bool] = field(default_factory=lambda: dict(FLAGS))
+    drafts: int = 3
+    threads: int = 2
+
+    def request(self) -> dict[str, Any]:
+        """Return it as the driver reads it."""
+        tree = asdict(self)
+        muon = {"muon_momentum": 0.95, "muon_weight_decay": 0.1, "muon_ns_steps": 5, "muon_adjust_lr_fn": "match_rms_adamw"}
+        tree["optimizer"] = {"optimizer": self.optimizer, "lr": self.lr, "weight_decay": 0.01, "muon_lr": self.muon_lr, **muon}
+        return {**tree, "warmup_steps": 10, "trim_vocab": True, "max_length": 4096}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One trained drafter. `losses`: of every step; `validation`: the trainer's own metrics on states like those it was trained on."""
+
+    path: Path
+    data: Path
+    boundaries: tuple[int, ...]
+    seed: int
+    losses: tuple[float, ...]
+    tokens: int  # seen, repeats counted
+    seconds: float
+    samples: int
+    dropped: int
+    validation: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def last_loss(self) -> float:
+        """Mean of the last ten steps."""
+        last = self.losses[-10:]
+        return sum(last) / len(last)
+
+    def as_dict(self) -> dict:
+        """Return plain values, for --json."""
+        return {**asdict(self), "path": str(self.path), "data": str(self.data), "last_loss": self.last_loss}
+
+    def plot(self, ax=None):
+        """Draw the loss over the steps."""
+        from hsnb.drafter.figures import losses
+
+        return losses({self.path.name: self.losses}, ax)
+
+    def _repr_html_(self) -> str:
+        shown = {
+            "drafter": self.path,
+            "trained on": self.data,
+            "boundaries": list(self.boundaries),
+            "steps": len(self.losses),
+            "tokens seen": f"{self.tokens:,}",
+            "samples dropped": self.dropped,
+            "last loss": f"{self.last_loss:.3f}",
+            "seconds": f"{self.seconds:.0f}",
+        }
+        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in shown.items())
+        return f"<table class='hsnb'>{rows}</table>"
+
+
+def trainers_python() -> Path:
+    """Return the interpreter of the trainers' environment. Raises ParamsError when it has not been made."""
+    folder = Path(os.environ.get("HSNB_TRAINERS") or project_root() / ENVIRONMENT)
+    python = folder / "bin" / "python"
+    if not python.exists():
+        raise ParamsError(
+            got=f"no {python}",
+            expected="the trainers' own environment (speculators needs other versions than the server)",
+            likely="it has not been made yet",
+            next="make setup-trainers, or set HSNB_TRAINERS to an environment with speculators 0.9",
+        )
+    return python
+
+
+def train(
+    states: StatesFolder,
+    out: Path,
+    recipe: Recipe | None = None,
+    *,
+    seed: int = 0,
+    validate: StatesFolder | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Training:
+    """Train an EAGLE-3 drafter on `states` with speculators' own classes and save it to `out`.
+
+    `validate`: held-out states with the same columns, for the trainer's own metrics. `progress(step, loss)` is called at every
+    step. Raises ModelError with the trainer's own words when it fails, ParamsError when its environment is not there.
+    """
+    recipe = recipe or Recipe()
+    request = {
+        **recipe.request(),
+        "mode": "train",
+        "data": str(states.path),
+        "out": str(out),
+        "target": str(states.model),
+        "boundaries": list(states.boundaries),
+        "seed": seed,
+        "validate": str(validate.path) if validate else "",
+    }
+    losses, tokens, samples, begin, last = [], 0, 0, time.monotonic(), {}
+    for line in run_driver(request, out.with_name(f"{out.name}.log")):
+        if line["event"] == "begin":
+            samples = line["samples"]
+        elif line["event"] == "step":
+            losses.append(line["loss"])
+            tokens = line["tokens"]
+            if progress:
+                progress(line["step"], line["loss"])
+        elif line["event"] == "done":
+            last = line
+    seconds = time.monotonic() - begin
+    return Training(out, states.path, states.boundaries, seed, tuple(losses), tokens, seconds, samples, last["dropped"], last["validation"])
+
+
+def load_with_trainer(folder: Path, rows: list[int] | None = None) -> dict:
+    """Read a folder with the trainer's own data set and collate function: samples, dropped, tokens, trained, columns."""
+    request = {"mode": "load", "data": str(folder), "max_length": 131072, "rows": rows}
+    *_, last = run_driver(request, None)
+    return {k: v for k, v in last.items() if k != "event"}
+
+
+def run_driver(request: dict, log: Path | None) -> Iterator[dict]:
+    """Run the driver on `request` and yield what it says; it is ended with this iterator, and with this process.
+
+    Raises ModelError when it says that it failed, ends without a last word, or is silent for SILENT_S seconds.
+    """
+    driver = Path(__file__).with_name("driver.py")
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log or os.devnull, "w") as errors:
+        process = subprocess.Popen(
+            [trainers_python(), "-u", driver],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+        done = False
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()  # and left open: the driver leaves when it closes
+            for text in _lines(process):
+                line = json.loads(text)
+                if line["event"] == "error":
+                    raise _failed(line["error"], log)
+                done = done or line["event"] == "done"
+                yield line
+            if not done:
+                raise _failed(f"it ended with status {process.wait()}", log)
+        finally:
+            process.stdin.close()
+            if process.poll() is None and not done:
+                process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def _lines(process: subprocess.Popen) -> Iterator[str]:
+    """Yield the driver's lines. Raises ModelError after SILENT_S seconds without one."""
+    import selectors
+
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        buffered = ""
+        while True:
+            if not selector.select(SILENT_S):
+                raise _failed(f"silent for {SILENT_S:.0f} s", None)
+            part = os.read(process.stdout.fileno(), 1 << 16).decode()
+            if not part:
+                return
+            *lines, buffered = (buffered + part).split("\n")
+            yield from lines
+
+
+def _failed(what: str, log: Path | None) -> HsnbError:
+    return ModelError(
+        got=f"the training failed: {what}",
+        expected="a trained drafter",
+        likely="see the trainer's own words",
+        next=f"read {log}" if log else "run it again with a log",
+    )
