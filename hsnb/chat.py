@@ -14,7 +14,9 @@ import numpy as np
 from hsnb.errors import DataError, ModelError
 from hsnb.params import Deployment
 
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}  # ShareGPT's names
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}  # ShareGPT's names too
+# What a message may say besides its text: to leave one of these out would render another conversation, or train what is not to be.
+_MEANT = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "reasoning", "thinking", "images", "weight", "tools")
 
 
 def tokenise(tokenizer: Any, talks: Sequence[Any], start: int) -> Iterator[tuple[list[int], np.ndarray]]:
@@ -70,8 +72,23 @@ def _messages(sample: int, talk: Any) -> list[dict[str, str]]:
     messages = []
     for turn, message in enumerate(talk if isinstance(talk, list) else []):
         given = message if isinstance(message, dict) else {}
-        role = given.get("role") or _ROLES.get(given.get("from", ""))
+        said = given.get("role") or given.get("from")
         content = given["content"] if given.get("content") is not None else given.get("value")
+        role = _ROLES.get(said) if isinstance(said, str) else None
+        if isinstance(said, str) and role is None and isinstance(content, str):
+            raise data_error(
+                f"sample {sample}, message {turn} has the role {said!r}",
+                f"one of {', '.join(_ROLES)}",
+                "tool results or another data set's names: a template renders an unknown role as something else, or leaves it out",
+                "rename the role, or bring input_ids and loss_mask",
+            )
+        if meant := [name for name in _MEANT if given.get(name) not in (None, "", [], {}) and (name, given[name]) != ("weight", 1)]:
+            raise data_error(
+                f"sample {sample}, message {turn} has {', '.join(meant)}",
+                "role and content only",
+                "tool calls, reasoning or images, which would be left out, or a turn that is not to be trained",
+                "render it with the tool that made it, and bring input_ids and loss_mask",
+            )
         if not isinstance(role, str) or not isinstance(content, str):
             raise data_error(
                 f"sample {sample}, message {turn} is {str(message)[:60]}",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from hsnb import boundaries as bd
 from hsnb.errors import HsnbError, ModelError, ParamsError
@@ -46,10 +47,45 @@ class CaptureParams(_Strict):
 
 
 class DataParams(_Strict):
-    """What is run through the model: `demo` (the standard library's documentation) or a path."""
+    """What is run through the model: `demo` (the standard library's documentation), a path, or several that are merged in order."""
 
-    source: str = "demo"
+    source: str | list[str] = "demo"
     samples: int = Field(2048, ge=1, description="demo only")
+    shuffle: bool = Field(False, description="mix the rows of all sources; the order is written down with the data")
+    seed: int = Field(0, ge=0, lt=1 << 64, description="of the shuffle")
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        names = value if isinstance(value, list) else [value]
+        if not names or not all(isinstance(name, str) and name for name in names):  # before pydantic names both members of the union
+            raise PydanticCustomError("source", "demo, a path, or a list of paths")
+        return value
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return what `source` names, one or several."""
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+
+
+class StorageParams(_Strict):
+    """What the states may take of the disk."""
+
+    floor_gib: float = Field(2.0, ge=0, description="free space that is never written into")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Return the floor in bytes."""
+        return int(self.floor_gib * (1 << 30))
+
+
+class ShapeParams(_Strict):
+    """The sizes of a model whose folder is not on this machine: enough to plan with. Checked against config.json where there is one."""
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    vocab_size: int | None = Field(None, ge=1)
+    context_length: int | None = Field(None, ge=2, description="max_position_embeddings of config.json")
 
 
 class Deployment(_Strict):
@@ -60,6 +96,8 @@ class Deployment(_Strict):
     server: ServerParams = ServerParams()
     capture: CaptureParams
     data: DataParams = DataParams()
+    storage: StorageParams = StorageParams()
+    shape: ShapeParams | None = None
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Deployment:
@@ -79,7 +117,11 @@ class Deployment(_Strict):
             raise _bad(path, " ".join(str(error).split()), "YAML", "a slip of the indentation", "mend the line named") from error
         if not isinstance(tree, dict):
             raise _bad(
-                path, f"a {type(tree).__name__}", "a mapping of name, model, server, capture, data", "an empty file", "see params/demo.yaml"
+                path,
+                f"a {type(tree).__name__}",
+                "a mapping of name, model, server, capture, data, storage, shape",
+                "an empty file",
+                "see params/demo.yaml",
             )
         for key, value in overrides.items():
             tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
@@ -119,8 +161,37 @@ class Deployment(_Strict):
         return read_config(self.model_path())
 
     def check_against_model(self) -> tuple[int, ...]:
-        """Check the boundaries against config.json before anything is loaded; return them ascending."""
-        return bd.check_boundaries(self.capture.boundaries, num_layers(self.model_config_json()))
+        """Check the boundaries, and `shape` where it is given, against config.json before anything is loaded; return them ascending."""
+        config = self.model_config_json()
+        if self.shape is not None:
+            self._check_shape(shape_of(config))
+        return bd.check_boundaries(self.capture.boundaries, num_layers(config))
+
+    def has_model(self) -> bool:
+        """Say whether config.json is on this machine; a `demo:` model always is, or is made when it is asked for."""
+        return self.model.startswith("demo:") or (resolve(self.model) / "config.json").is_file()
+
+    def model_shape(self) -> ShapeParams:
+        """Return the model's sizes: from config.json, or from `shape` when the model's folder is not on this machine.
+
+        Raises ModelError when there is neither, ParamsError when they differ.
+        """
+        if self.shape is not None and not self.has_model():
+            return self.shape
+        found = shape_of(self.model_config_json())
+        if self.shape is not None:
+            self._check_shape(found)
+        return found
+
+    def _check_shape(self, found: ShapeParams) -> None:
+        for name, given in self.shape or ():
+            if given is not None and given != getattr(found, name):
+                raise ParamsError(
+                    got=f"shape.{name} is {given}",
+                    expected=f"{getattr(found, name)}, as in {self.model}/config.json",
+                    likely="params of another model, or a wrong folder",
+                    next=f"mend shape.{name} or model, or leave shape out where the folder is there",
+                )
 
 
 def read_config(folder: Path) -> dict:
@@ -139,6 +210,20 @@ def read_config(folder: Path) -> dict:
 def num_layers(config: dict) -> int:
     """Return L, the number of decoder layers."""
     return int(bd.text_config(config)["num_hidden_layers"])
+
+
+def shape_of(config: dict) -> ShapeParams:
+    """Return the sizes in a config.json. SGLang's own rule for the context (0.5.23): max_position_embeddings, times a plain rope factor."""
+    text = bd.text_config(config)
+    rope = text.get("rope_scaling") or {}
+    plain = "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3"
+    longest = text.get("max_position_embeddings")
+    return ShapeParams(
+        num_layers=num_layers(config),
+        hidden_size=int(text["hidden_size"]),
+        vocab_size=int(text["vocab_size"]),
+        context_length=int(longest * (rope.get("factor", 1) if plain else 1)) if longest else None,
+    )
 
 
 def _bad(origin: str | Path, got: str, expected: str, likely: str, next: str) -> HsnbError:

@@ -1,6 +1,6 @@
-"""Where a data set's samples come from: files or the demo, as token ids or as conversations, checked one by one.
+"""Where a data set's samples come from: files or the demo, as token ids or as conversations, read a batch at a time.
 
-Every sample leaves here as two int64 arrays of one length, or as a DataError that names it. Nothing is padded, cut or dropped.
+Nothing is padded, cut or dropped here, and no more than a batch of samples is in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Batch = dict[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """What `data.source` names: kind is demo, arrow (datasets.save_to_disk), parquet or jsonl."""
+    """What one name of `data.source` stands for: kind is demo, arrow (datasets.save_to_disk), parquet or jsonl."""
 
     kind: str
     path: Path
@@ -57,11 +57,46 @@ class Source:
         return f"{self.path.name}: {len(self.files)} {self.kind} file(s), {size} bytes, xxh3 {digest.hexdigest()}"
 
 
-def find_source(data: DataParams) -> Source:
-    """Return what `data.source` names. Raises DataError when it is not there, or not one kind of file."""
-    if data.source == "demo":
-        return Source("demo", Path("demo"), (), data.samples)
-    path = resolve(data.source)
+@dataclass(frozen=True)
+class Sources:
+    """All that `data.source` names, merged in the order given."""
+
+    each: tuple[Source, ...]
+
+    def stat(self) -> str:
+        """Return a cheap print of all files; "" when there are none."""
+        return "\n".join(filter(None, (source.stat() for source in self.each)))
+
+    def describe(self) -> str:
+        """Return a line that changes with the content of any of them, and with their order. Reads every file."""
+        return "; ".join(source.describe() for source in self.each)
+
+    def read(self, limit: int, tokenizer: Callable[[], Any]) -> tuple[int, Iterator[tuple[Any, Any]]]:
+        """Return how many samples there are (0: not known before the end) and an iterator over their (input_ids, loss_mask).
+
+        `limit` is the most samples to take (0: all). `tokenizer` is called only when there are conversations to render.
+        """
+        opened = [_READERS[source.kind](source) for source in self.each]
+        total = sum(count for count, _ in opened) if all(count for count, _ in opened) else 0
+        batches = (batch for _, own in opened for batch in own)
+        return min(total, limit) if limit else total, _pairs(batches, limit, tokenizer)
+
+
+def find_sources(data: DataParams) -> Sources:
+    """Return what `data.source` names. Raises DataError when one is not there, not one kind of file, or named twice."""
+    each = tuple(_find(name, data.samples) for name in data.sources)
+    seen: set[Path] = set()
+    for file in (file for source in each for file in source.files or (source.path,)):
+        if file in seen:
+            raise data_error(f"data.source has {file} twice", "each file once", "a folder and a file in it", "take one of the two out")
+        seen.add(file)
+    return Sources(each)
+
+
+def _find(name: str, demo_samples: int) -> Source:
+    if name == "demo":
+        return Source("demo", Path("demo"), (), demo_samples)
+    path = resolve(name)
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         raise data_error(
@@ -79,19 +114,10 @@ def find_source(data: DataParams) -> Source:
             + ("both parquet and jsonl files" if found else "no such data" if not files else "no parquet or jsonl file"),
             "demo, a folder of datasets.save_to_disk, a .parquet or .jsonl file, or a folder with files of one of these kinds",
             "a wrong path" if not found else "two data sets in one folder",
-            "mend data.source in the params file",
+            "mend data.source in the params file" if not found else "name the files: data.source may be a list",
         )
     ((kind, own),) = found.items()
     return Source(kind, path, own)
-
-
-def read(source: Source, limit: int, tokenizer: Callable[[], Any]) -> tuple[int, Iterator[tuple[Any, Any]]]:
-    """Return how many samples there are (0: not known before the end) and an iterator over their (input_ids, loss_mask).
-
-    `limit` is the most samples to take (0: all). `tokenizer` is called only when there are conversations to render.
-    """
-    total, batches = _READERS[source.kind](source)
-    return min(total, limit) if limit else total, _pairs(batches, limit, tokenizer)
 
 
 def _pairs(batches: Iterator[Batch], limit: int, tokenizer: Callable[[], Any]) -> Iterator[tuple[Any, Any]]:
@@ -180,31 +206,3 @@ def _from_arrow(table: Any) -> Batch:
             else:
                 columns[name] = column.to_pylist()
     return columns
-
-
-def check(sample: int, ids: Any, mask: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and mask as int64 arrays [S], S >= 1. Raises DataError, naming the sample, for anything else."""
-    got = None
-    tokens, marks = _array(ids), _array(mask)
-    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        got, expected = f"input_ids is {str(ids)[:40]}", "a list of whole numbers"
-    elif not tokens.size:
-        got, expected = "no tokens", "at least one token"
-    elif (outside := (tokens < 0) | (tokens >= vocab_size)).any():
-        at = int(outside.argmax())
-        got, expected = f"id {tokens[at]} at position {at}", f"0..{vocab_size - 1} (vocab_size {vocab_size})"
-    elif marks.shape != tokens.shape:
-        got, expected = f"loss_mask of {marks.size if marks.ndim else mask} for {tokens.size} tokens", "one mark a token"
-    elif marks.dtype.kind not in "iub" or ((marks != 0) & (marks != 1)).any():
-        got, expected = f"loss_mask with {next(m for m in marks.tolist() if m not in (0, 1) or isinstance(m, float))}", "0 or 1"
-    if got is not None:
-        likely = "another model's tokenizer, or a slip in how the data was made"
-        raise data_error(f"sample {sample}: {got}", expected, likely, "mend the sample, or take it out of the source")
-    return tokens.astype(np.int64, copy=False), marks.astype(np.int64, copy=False)
-
-
-def _array(value: Any) -> np.ndarray:
-    try:
-        return np.asarray(value)
-    except ValueError:  # lists of unequal lengths
-        return np.asarray(value, dtype=object)
