@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (help, reference)
     "serve": ("start a server; it runs until Ctrl-C, or with --detach until hsnb stop", "hsnb.server.commands:SERVE"),
     "stop": ("stop servers that hsnb started", "hsnb.server.commands:STOP"),
     "probe": ("probe a running server, or one started for it, and exit by the verdict", "hsnb.commands.probe"),
+    "plan": ("say how large a run is, whether it fits here, and with --measure how long it takes", "hsnb.commands.plan"),
     "prepare": ("write a run's data set, every sample's row fixed, before any shard", "hsnb.commands.prepare"),
     "identify": ("say which boundaries a folder of training files holds, and what a drafter would be fed", "hsnb.commands.identify"),
     "export": ("write a folder of training files in another trainer's layout", "hsnb.commands.export"),

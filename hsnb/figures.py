@@ -41,8 +41,8 @@ def logprob_errors(errors: dict[str, tuple[float, ...]], bar: float, ax=None):
     return ax
 
 
-def lengths(values, shard_values=None, max_length: int | None = None, ax=None):
-    """Draw the length histogram (tokens) of a data set, and of one shard over it."""
+def lengths(values, shard_values=None, max_length: int | None = None, ax=None, server_takes: int | None = None):
+    """Draw the length histogram (tokens) of a data set, and of one shard over it; `server_takes`: the longest prompt it answers."""
     ax = axes(ax)
     values = np.asarray(values)
     bins = np.linspace(0, max(int(values.max()), 1), 33)
@@ -57,7 +57,9 @@ def lengths(values, shard_values=None, max_length: int | None = None, ax=None):
             label=f"this shard (n = {len(shard_values):,}, {np.sum(shard_values):,} tokens)",
         )
     if max_length:
-        ax.axvline(max_length, color="black", ls="--", lw=1, label=f"max_length {max_length}")
+        ax.axvline(max_length, color="black", ls="--", lw=1, label=f"max_length {max_length:,}")
+    if server_takes and (not max_length or server_takes < max_length):  # else it bounds nothing, and would flatten the histogram
+        ax.axvline(server_takes, color=GREY, ls=":", lw=1.5, label=f"the server takes {server_takes:,}")
     ax.set(xlabel="tokens a sample", ylabel="samples", title="Sample lengths")
     ax.legend(fontsize=8)
     return ax

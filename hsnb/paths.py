@@ -47,8 +47,8 @@ def cache_dir() -> Path:
     return folder
 
 
-def run_dir(run: str) -> Path:
-    """Return outputs/{run}, made if need be; a name that would leave outputs/ is refused."""
+def run_dir(run: str, *, make: bool = True) -> Path:
+    """Return outputs/{run}, made if need be (unless `make` is False); a name that would leave outputs/ is refused."""
     if not run or run != Path(run).name or run.startswith("."):
         raise ParamsError(
             got=f"run is {run!r}",
@@ -57,6 +57,8 @@ def run_dir(run: str) -> Path:
             next="-p run my-run",
         )
     folder = project_root() / "outputs" / run
+    if not make:
+        return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

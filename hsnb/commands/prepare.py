@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hsnb.data import prepare
 from hsnb.params import Deployment
 from hsnb.paths import run_dir
+from hsnb.plan import check_runnable
+from hsnb.progress import Progress
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +22,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    data = prepare(Deployment.load(args.params), run_dir(args.run) / "data", max_length=args.max_length, too_long=args.too_long)
-    counts = {name: getattr(data, name) for name in ("rows", "tokens", "masked_tokens", "skipped", "truncated", "unmasked")}
+    deployment = Deployment.load(args.params)
+    check_runnable(deployment)
+    with told("prepare") as tell:
+        data = prepare(deployment, run_dir(args.run) / "data", max_length=args.max_length, too_long=args.too_long, progress=tell)
+    counts = {name: getattr(data, name) for name in ("rows", "tokens", "masked_tokens", "skipped", "truncated", "unmasked", "all_masked")}
     return {"path": str(data.path), **counts, "fingerprint": data.fingerprint, "reused": data.reused}
 
 
@@ -33,4 +40,17 @@ def text(result: dict[str, Any]) -> str:
             else ""
         )
         + (f"; {result['unmasked']:,} without a trained token" if result["unmasked"] else "")
+        + (f"; {result['all_masked']:,} with nothing but trained tokens" if result["all_masked"] else "")
     )
+
+
+@contextmanager
+def told(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a pass over samples; yields the callable that hsnb.data tells (samples done, samples in all or 0) to."""
+    with Progress(None, unit="samples", desc=what) as progress:
+
+        def tell(done: int, total: int) -> None:
+            progress.total = total or None
+            progress.advance(done - progress.done)
+
+        yield tell
