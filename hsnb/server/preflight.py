@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from hsnb import paths
-from hsnb.errors import HsnbError, ServerError
+from hsnb.errors import HsnbError, ModelError, ServerError
 from hsnb.params import Deployment
 from hsnb.server.command import gpus, resolve_device
 from hsnb.server.flags import check_flags, sglang_version
@@ -85,7 +86,7 @@ def preflight(deployment: Deployment, *, capture: bool = True, outputs: Path | N
         ("SGLang", _sglang),
         ("flags", lambda: _flags(deployment, capture)),
         ("environment", lambda: _environment(deployment, capture)),
-        ("model", lambda: (str(deployment.model_path()), str((deployment.model_config_json().get("architectures") or ["?"])[0]))),
+        ("model", lambda: _model(deployment)),
         ("boundaries", lambda: _boundaries(deployment)),
         ("device", lambda: _device(deployment)),
         ("port", lambda: _port(deployment)),
@@ -148,6 +149,22 @@ def _environment(deployment: Deployment, capture: bool) -> tuple[str, str]:
             )
         found.append("the CPU shims")
     return " and ".join(found) or "as it is", "found beside SGLang"
+
+
+def _model(deployment: Deployment) -> tuple[str, str]:
+    """Check that config.json is there, and every weight file that an index names: half a download is found now, not after a load."""
+    folder, config = deployment.model_path(), deployment.model_config_json()
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if missing := [name for name in named if not (folder / name).is_file()]:
+            raise ModelError(
+                got=f"{len(missing)} of {len(named)} weight files are not in {folder}, the first is {missing[0]}",
+                expected=f"all that {index.name} names",
+                likely="a download that is not whole, or links into a cache that was cleared",
+                next="download the checkpoint again; what is there is kept",
+            )
+    return str(folder), str((config.get("architectures") or ["?"])[0])
 
 
 def _boundaries(deployment: Deployment) -> tuple[str, str]:

@@ -19,7 +19,7 @@ _REPORT_S = 0.5
 _ASK_HEALTH_S = 10.0
 _INFO_KEYS = (
     "version", "model_path", "served_model_name", "device", "dtype", "tp_size", "pp_size", "dp_size", "attn_dp_size", "enable_dp_attention",
-    "context_length", "max_total_num_tokens", "max_running_requests", "chunked_prefill_size", "attention_backend", "quantization",
+    "context_length", "max_total_num_tokens", "max_req_input_len", "page_size", "max_running_requests", "chunked_prefill_size", "attention_backend", "quantization",
     "disable_radix_cache", "disable_cuda_graph", "disable_prefill_cuda_graph", "cuda_graph_backend_prefill", "disable_overlap_schedule",
     "speculative_algorithm", "enable_torch_compile", "skip_server_warmup",
 )  # fmt: skip
