@@ -44,7 +44,11 @@ class Measured:
         """Return (quantity, value, note) for a plan of `tokens`, whose states take `states` bytes by arithmetic."""
         more = self.projected(tokens) / states - 1
         return [
-            ("measured", f"{self.tokens_per_s:,.0f} tokens/s", f"{self.samples} samples, {self.tokens:,} tokens in {self.seconds:.1f} s, {self.url}"),
+            (
+                "measured",
+                f"{self.tokens_per_s:,.0f} tokens/s",
+                f"{self.samples} samples, {self.tokens:,} tokens in {self.seconds:.1f} s, {self.url}",
+            ),
             ("at this rate", duration(self.eta_s(tokens)), "one server, all tokens"),
             ("files, projected", both(self.projected(tokens)), f"{more:+.2%} against the states alone"),
         ]

@@ -114,7 +114,11 @@ class Plan:
             ("bytes a token", f"{self.bytes_per_token:,}", f"{self.columns} vectors x {self.hidden_size} x {ITEMSIZE} bytes"),
             ("states in all", both(self.bytes), f"B_{', B_'.join(map(str, self.boundaries))} and the final state, bfloat16"),
             ("the largest shard", both(max(self.shard_tokens) * self.bytes_per_token), f"of {len(self.shard_tokens)}"),
-            ("output", f"{both(self.output.free)} free", f"{self.output.path}: {both(self.output.need)} to write, {both(self.output.floor)} stay free"),
+            (
+                "output",
+                f"{both(self.output.free)} free",
+                f"{self.output.path}: {both(self.output.need)} to write, {both(self.output.floor)} stay free",
+            ),
             ("written already", both(self.written), ""),
             ("spool", f"{both(self.spool.free)} free", f"{self.spool.path}: the longest sample takes {both(self.spool.need)}"),
             ("writing speed", f"{self.bytes_per_token * 1e4 / 1e9:.2f} GB/s", "for each 10,000 prefill tokens/s"),
@@ -126,7 +130,9 @@ class Plan:
 
     def _handled(self) -> str:
         what = [f"{n:,} {word}" for n, word in ((self.skipped, "skipped"), (self.truncated, "cut")) if n]
-        return " and ".join(what) or ("refused" if self.too_long else f"none over {min(self.max_length, self.limits.longest or self.max_length):,}")
+        return " and ".join(what) or (
+            "refused" if self.too_long else f"none over {min(self.max_length, self.limits.longest or self.max_length):,}"
+        )
 
     def frame(self) -> Any:
         """Return the rows as a pandas DataFrame."""
@@ -174,7 +180,11 @@ class Plan:
 
     def _repr_html_(self) -> str:
         refused = "".join(f"<p><b>{html.escape(str(error))}</b></p>" for error in self.refusals)
-        return f"<p>Plan of {html.escape(self.name)}: {html.escape(both(self.bytes))}</p>" + self.frame().to_html(index=False, border=0) + refused
+        return (
+            f"<p>Plan of {html.escape(self.name)}: {html.escape(both(self.bytes))}</p>"
+            + self.frame().to_html(index=False, border=0)
+            + refused
+        )
 
 
 def plan(

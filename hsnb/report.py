@@ -183,7 +183,9 @@ def report_run(run: str) -> RunReport:
 
     outputs = project_root() / "outputs"
     # Hidden files are no run: a refused `hsnb prepare` leaves its lock.
-    runs = sorted(p.name for p in outputs.iterdir() if p.is_dir() and any(f.name[0] != "." for f in p.iterdir())) if outputs.is_dir() else []
+    runs = (
+        sorted(p.name for p in outputs.iterdir() if p.is_dir() and any(f.name[0] != "." for f in p.iterdir())) if outputs.is_dir() else []
+    )
     if run not in runs:
         raise ParamsError(
             got=f"no run {run!r} in {outputs}",

@@ -45,6 +45,12 @@ def test_defaults():
         ({"capture": {"boundaries": [2], "final": "after"}}, r"capture.final is 'after'"),
         ({"server": {"tp": 8}}, r"unknown name server.tp, expected one of: device, host, port, tp_size"),
         ({"server": {"port": 99999}}, r"server.port is 99999"),
+        ({"data": {"source": []}}, r"data.source is \[\], expected demo, a path, or a list of paths"),
+        ({"data": {"source": 5}}, r"data.source is 5, expected demo, a path, or a list of paths"),
+        ({"data": {"source": ["a", 5]}}, r"data.source is \['a', 5\], expected demo"),
+        ({"data": {"seed": -1}}, r"data.seed is -1"),
+        ({"storage": {"floor": 1}}, r"unknown name storage.floor, expected one of: floor_gib"),
+        ({"shape": {"num_layers": 61}}, r"shape.hidden_size"),
     ],
 )
 def test_a_slip_in_a_params_file_is_named(change, words, tmp_path):

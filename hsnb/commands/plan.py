@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.measure:
         made = _measured(args, deployment, options)
     else:
-        with told("plan") as tell:
+        with contextlib.nullcontext() if args.tokens else told("plan") as tell:
             made = plan(deployment, out, max_length=args.max_length, too_long=args.too_long, progress=tell, **options)
     return {"text": made.text(), **made.as_dict()}
 
@@ -67,8 +68,11 @@ def _measured(args: argparse.Namespace, deployment: Deployment, options: dict[st
 
 
 def _count(text: str) -> int:
-    """Read 17300000, 17_300_000 or 17.3e6 as a number of 1 or more; argparse says what is wrong with another."""
-    value = float(text)
-    if value < 1 or value != int(value):
-        raise ValueError(text)
+    """Read 17300000, 17_300_000 or 17.3e6 as a whole number of 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e18 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(value)
