@@ -23,6 +23,8 @@ def make_project(folder: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     (folder / "outputs").mkdir()
     (folder / ".venv").symlink_to(BIN.parent)
+    if (ROOT / ".venv-vllm").exists():
+        (folder / ".venv-vllm").symlink_to((ROOT / ".venv-vllm").resolve())
     return folder
 
 

@@ -89,7 +89,12 @@ def test_the_users_own_line_in_a_pipe_then_on_a_terminal(demo, alone, engine_sta
     assert notebook.with_suffix(".html").is_file()
     first = json.loads((run / "shard-0004.json").read_text())
     assert (first["samples"], first["done_before"], first["ok"]) == (128, 0, True)
-    assert sorted(p.name for p in (demo / "notebooks").iterdir()) == ["00_server.ipynb", "01_probe.ipynb", "03_extract.ipynb"]
+    assert sorted(p.name for p in (demo / "notebooks").iterdir()) == [
+        "00_server.ipynb",
+        "01_probe.ipynb",
+        "02_divergence.ipynb",
+        "03_extract.ipynb",
+    ]
 
     output, status = pexpect.run(
         f"bash -c '{line}'", cwd=str(demo / "notebooks"), env=environment(), withexitstatus=True, timeout=600, encoding="utf-8"

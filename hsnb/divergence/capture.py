@@ -14,7 +14,7 @@ from hsnb.collect import collect, free
 from hsnb.divergence.states import States, labels
 from hsnb.dumps import open_dump
 from hsnb.errors import CaptureError
-from hsnb.params import Deployment, num_layers, read_config
+from hsnb.params import Deployment
 from hsnb.server import Server
 from hsnb.weights import Head
 
@@ -110,14 +110,14 @@ def through_vllm(model: Path, ids: Sequence[int], prompts: Prompts, dtype: str, 
     from hsnb import vllm
 
     taken = vllm.capture(model, prompts, ids, dtype=dtype, out=out, progress=progress)
-    layers = num_layers(read_config(model))
+    layers = taken.num_layers
     return States(
         name=f"vLLM {taken.vllm_version}",
         token_ids=tuple(torch.tensor(p) for p in prompts),
-        tensors=tuple(open_dump(path).states() for path in taken.dumps),
+        tensors=tuple(dump.states().clone() for dump in taken.dumps),
         columns=tuple(f"id {i}" for i in sorted(ids)),
         said=tuple(sorted(ids)),
-        logprobs=tuple(torch.tensor(values, dtype=torch.float64) for values in taken.logprobs),
+        logprobs=tuple(torch.tensor(p.logprobs, dtype=torch.float64) for p in taken.prompts),
         final=f"id {layers}" if layers in ids else "",
         dtype=dtype,
     )

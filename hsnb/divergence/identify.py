@@ -142,7 +142,7 @@ def _mixed(states: States, reference: States, cost, noise_of, pooled: tuple[Offs
     for n, name in enumerate(names):
         one, ref = (States(s.name, s.token_ids[n : n + 1], s.tensors[n : n + 1], s.columns, s.said) for s in (states, reference))
         own = offsets.find_offsets(distances(one, ref), one, ref, cost, noise_of)
-        if any(a.fits != b.fits and "undecided" not in (a.verdict, b.verdict) for a, b in zip(own, pooled, strict=True)):
+        if any(a.fits != b.fits and {a.verdict, b.verdict} <= set(TOLD) for a, b in zip(own, pooled, strict=True)):
             found.append(name)
     return tuple(found)
 

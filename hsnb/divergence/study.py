@@ -19,6 +19,7 @@ from hsnb.params import Deployment, num_layers, read_config
 from hsnb.paths import resolve, run_dir
 from hsnb.server import Server, attach
 from hsnb.session import deployment_of, starting
+from hsnb.vllm import vllm_python
 from hsnb.weights import Head
 
 SPAN = 3  # boundaries on either side of an id that are looked at
@@ -56,6 +57,11 @@ class Study:
             return [self.ids, tuple(sorted({1, *self.ids[1:]}))] if self.ids[0] != 1 else [self.ids]
         return [self.ids, tuple(range(1, self.layers - 1))] if self.layers <= ALL else [self.ids]
 
+    @property
+    def for_vllm(self) -> tuple[int, ...]:
+        """Return the window as vLLM can give it: id 0 ends its engine on DeepSeek (0.32)."""
+        return tuple(k for k in self.window if k or self.family != "deepseek")
+
     def frame(self):
         """Return what is asked as a table."""
         import pandas as pd
@@ -89,6 +95,8 @@ def begin(p, prompts: dict[str, list[int]] | None = None) -> Study:
                 likely="a typo, or a folder that is not there",
                 next="-p a sglang -p b vllm",
             )
+    if "vllm" in (p.a, p.b):
+        vllm_python()  # says how to get it, before anything is started
     ids = tuple(sorted(p.ids)) or bd.default_boundaries(layers)
     bd.check_boundaries(ids, layers)
     around = {k for i in (*ids, 1) for k in range(i - SPAN, i + SPAN + 1) if 0 <= k <= layers}
@@ -119,7 +127,7 @@ def take(study: Study, party: str) -> tuple[States, dict[int, float]]:
     prompts = list(study.prompts.values())
     if party == "vllm":
         with starting() as tell:
-            return capture.through_vllm(study.model, study.window, prompts, study.dtype, study.folder / "vllm", tell), {}
+            return capture.through_vllm(study.model, study.for_vllm, prompts, study.dtype, study.folder / "vllm", tell), {}
     if party == "transformers":
         return capture.through_transformers(study.model, prompts, study.dtype), {}
     if "://" in party or (party == "sglang" and study.server_url):
@@ -187,7 +195,7 @@ def own_settings(study: Study, sides: dict[str, States], known: States, own_nois
                 taken = capture.through_sglangs_option(study.deployment, ids, prompts, study.folder, tell)
             result.append(found(taken, SGLANG_OPTION, ids, "sglang-eagle3"))
     if "vllm" in sides:
-        result.append(found(sides["vllm"], VLLM_OPTION, study.window, "vllm"))
+        result.append(found(sides["vllm"], VLLM_OPTION, study.for_vllm, "vllm"))
         for ids in (i for i in study.lists if len(i) <= len(study.ids)):
             with starting() as tell:
                 taken = capture.through_vllm(study.model, ids, prompts, study.dtype, study.folder / "vllm", tell)
