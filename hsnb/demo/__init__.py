@@ -43,7 +43,7 @@ MAKERS = (
     *(
         Maker("hsnb.demo.random_models", "2", (f"tiny-{family}",), f"a random {family} of 6 layers")
         for family in (
-            *("qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "mistral", "glm4", "glm4-moe", "minimax-m2"),
+            *("qwen3", "qwen3-moe", "qwen2", "qwen2-moe", "mistral", "glm4", "glm4-moe", "minimax-m2"),
             *("gemma3", "olmo2"),
         )
     ),
