@@ -151,6 +151,18 @@ def test_the_body_of_kimi_k25_is_found_two_modules_down():
     assert found is body
 
 
+def test_a_body_without_a_config_has_its_owners():
+    """MiniMax-M2 keeps none; around DeepSeek, Kimi-K2.5's own config is another one."""
+    body, own = body_of("MiniMaxM2Model"), body_of("DeepseekV2Model", config="the body's")
+    assert (
+        bodies.body_config(make("Wrapper", language_model=make("Owner", model=body, config="the owner's"), config="other"), body)
+        == "the owner's"
+    )
+    assert bodies.body_config(make("Owner", model=own, config="other"), own) == "the body's"
+    with pytest.raises(LookupError, match="no config for MiniMaxM2Model"):
+        bodies.body_config(make("Owner", model=body), body)
+
+
 def test_two_unproved_bodies_are_refused_by_name():
     with pytest.raises(LookupError, match=r"no capture for Owner: Gemma3TextModel: its aux states are .* without the residual"):
         bodies.find_body(make("Owner", model=body_of("Gemma3TextModel")))
