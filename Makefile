@@ -64,12 +64,12 @@ $(TRAINERS)/.ready: requirements/trainers-cpu.txt requirements/torch-cpu.txt pyp
 
 VLLM := .venv-vllm
 
-setup-vllm: $(VLLM)/.ready  ## vLLM in an environment of its own, to compare engines with (two minutes, 2.9 GB)
+setup-vllm: $(VLLM)/.ready  ## vLLM in an environment of its own, to compare engines with (two minutes, 3.4 GB)
 
 # No hsnb in it: what runs there is hsnb/vllm/inside, by path.
 $(VLLM)/.ready: PIP = $(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet
 $(VLLM)/.ready: requirements/torch-cpu.txt $(wildcard requirements/vllm-*.txt)
-	@echo "setup-vllm: $(DEVICE) environment in $(VLLM) (two minutes, 2.9 GB, from the package registry)"
+	@echo "setup-vllm: $(DEVICE) environment in $(VLLM) (two minutes, 3.4 GB, from the package registry)"
 	$(PYTHON) -m venv $(VLLM)
 ifeq ($(DEVICE),cuda)
 	$(PIP) -r requirements/vllm-cuda.txt
