@@ -23,7 +23,7 @@ class HiddenStatesWorker:
         return {
             "model_class": type(model).__name__,
             "num_layers": len(decoder.layers),
-            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),  # of the states; weights may be quantised
             "ids_read_back": None if ids is None else [int(i) for i in ids],
             "hidden_size": int(self.model_runner.model_config.get_hidden_size()),
         }
