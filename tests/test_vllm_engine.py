@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from hsnb import vllm
 from hsnb.demo import model_folder
 from hsnb.dumps import UNKNOWN, list_dumps, open_dump
+from hsnb.errors import HsnbError
 from tests import reference
 from tests.helpers import prompt_ids
 
@@ -43,17 +44,23 @@ def prompts(model: str) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory, engine, engine_starts):
     """Return captured(name) of STARTS, started once; a running server would take the cores."""
-    done = {}
+    done, failed = {}, {}
 
     def get(name: str) -> vllm.Captured:
+        if name in failed:  # asked again, it would only fail again, a minute later
+            raise failed[name]
         if name not in done:
             engine.stop()
             model, way, ids = STARTS[name]
             told, out = [], tmp_path_factory.mktemp(name.replace(" ", "-"))
-            done[name] = vllm.capture(
-                model_folder(model), prompts(model), ids, out=out, way=way, max_new_tokens=4, keep_raw=True, timeout_s=600,
-                progress=lambda seconds, line: told.append(line),
-            )  # fmt: skip
+            try:
+                done[name] = vllm.capture(
+                    model_folder(model), prompts(model), ids, out=out, way=way, max_new_tokens=4, keep_raw=True, timeout_s=600,
+                    progress=lambda seconds, line: told.append(line),
+                )  # fmt: skip
+            except HsnbError as error:
+                failed[name] = error
+                raise
             engine_starts.note(name, done[name].vllm_version, engine="vLLM")
             assert any(line.startswith("starting vLLM 0.32") for line in told), told
         return done[name]

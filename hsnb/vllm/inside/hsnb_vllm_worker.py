@@ -43,7 +43,8 @@ class HiddenStatesWorker:
             module.register_forward_pre_hook(self._hsnb_keep(k, module), with_kwargs=True)
 
     def _hsnb_keep(self, k: int, module):
-        signature = inspect.signature(module.forward)
+        # vLLM's norms are CustomOps, whose forward(*args, **kwargs) hands on to forward_native or a kernel of the same signature.
+        signature = inspect.signature(getattr(module, "forward_native", module.forward))
         state = next((name for name in ("hidden_states", "x") if name in signature.parameters), None)
         if state is None or "residual" not in signature.parameters:
             raise NotImplementedError(
