@@ -94,6 +94,7 @@ def test_the_real_speculators_reads_it_and_drops_nothing(source, model, tmp_path
     export(source, tmp_path / "a", "specforge", model=model)  # and the other way is refused, below
     export(source, tmp_path / "out", "speculators", model=model, vocab=64)
     got = real("speculators", tmp_path / "out", tmp_path)
+    words = got["vocabulary"]
     assert got["dropped"] == 0 and got["lengths"] == [5, 9, 1, 12] and len(got["items"]) == 4
     for (ids, mask, states), item in zip(samples(), got["items"], strict=True):
         assert torch.equal(item["input_ids"], ids) and torch.equal(item["loss_mask"], mask)
@@ -101,7 +102,6 @@ def test_the_real_speculators_reads_it_and_drops_nothing(source, model, tmp_path
         assert torch.equal(item["verifier_last_hidden_states"], states[:, -1])
     shifted = torch.cat([ids[1:] for ids, _, _ in samples()])
     assert torch.equal(got["batch_ids"][0, : len(shifted)], shifted)
-    words = real("speculators_vocabulary", tmp_path / "out", tmp_path)
     assert words["size"] == 64
     for own, loaded in zip(words["own"], words["loaded"], strict=True):
         assert torch.equal(own, loaded)
@@ -124,7 +124,7 @@ def test_the_real_specforge_reads_and_normalises_it(source, model, tmp_path):
         for token in ids[mask == 1].tolist():
             counts[token] = counts.get(token, 0) + 1
     assert got["counts"] == counts and got["batch"]["hidden_state"].shape == (4, 12, AUX * H)
-    config = real("specforge_config", tmp_path / "out", tmp_path)
+    config = got["config"]
     assert config["strategy"] == "eagle3" and config["data"]["hidden_states_path"] == str(tmp_path / "out")
     assert config["model"]["aux_hidden_state_layer_ids"] == [1, 14, 26]  # its numbering for B_2, B_15, B_27
     mapping = torch.load(config["model"]["vocab_mapping_path"], weights_only=True)
@@ -284,7 +284,7 @@ def test_a_killed_export_goes_on_where_it_was(layout, model, tmp_path):
     process.wait()
     lines = len((out / LOG).read_text().splitlines()) - 1
     with open(out / LOG, "a") as log:
-        log.write('{"row": 50, "tok')
+        log.write('{"row": 55, "tok')
     for path in [out / "shard-00000.bin"] if layout == "deepspec" else []:
         with open(path, "ab") as shard:
             shard.write(b"half a row")

@@ -19,17 +19,19 @@ def speculators(folder):
     items = [data[k] for k in range(len(data))]
     batch = CollateFn(MAX, WIDTH, preprocess=shift_batch)(items)
     return {"items": [{k: v for k, v in item.items() if torch.is_tensor(v)} for item in items], "dropped": batch["error_records"],
-            "batch_ids": batch["input_ids"], "lengths": data.approx_lengths}  # fmt: skip
+            "batch_ids": batch["input_ids"], "lengths": data.approx_lengths, "vocabulary": vocabulary(folder)}  # fmt: skip
 
 
-def speculators_vocabulary(folder):
+def vocabulary(folder):
     """speculators 0.9's own mapping from token_freq.pt, beside the files that it would take instead."""
     import numpy as np
     from speculators.train.cli import _load_mappings
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-    counts = torch.load(folder / "token_freq.pt", weights_only=True)
-    (size,) = [int(p.stem.split("-")[1]) for p in folder.glob("d2t-*.npy")]
+    sizes = [int(p.stem.split("-")[1]) for p in folder.glob("d2t-*.npy")]
+    if not sizes:
+        return None
+    (size,), counts = sizes, torch.load(folder / "token_freq.pt", weights_only=True)
     t2d = np.load(folder / f"t2d-{size}.npy")
     d2t, t2d = build_vocab_mappings_from_distribution(counts, size, len(t2d))
     loaded = _load_mappings(folder / f"d2t-{size}.npy", folder / f"t2d-{size}.npy", size)
@@ -51,12 +53,11 @@ def specforge(folder):
         items.append(normalise(dict(raw[-1])))
     batch = build_offline_collator()(items)
     return {"items": items, "raw": raw, "names": names, "batch": {k: v for k, v in batch.items() if torch.is_tensor(v)},
-            "counts": dict(count_effective_feature_tokens(str(folder)))}  # fmt: skip
+            "counts": dict(count_effective_feature_tokens(str(folder))), "config": config(folder)}  # fmt: skip
 
 
-def specforge_config(folder):
+def config(folder):
     """SpecForge 0.2's own reading of the specforge.yaml that the printed command names."""
-    from specforge.application.planning import _validate_training_topology  # noqa: F401 (its planner can be imported)
     from specforge.config import load_config
 
     config = load_config(str(folder / "specforge.yaml"))

@@ -65,14 +65,18 @@ class Writer:
 
     def __init__(self, layout: Layout, folder: Path):
         self.layout, self.folder = layout, folder
+        self.folders: set[Path] = set()
 
     def write(self, row: Row) -> Written:
         """Write a row. Raises ExtractError or DumpError."""
-        file, size, checksum = self.layout.write(self.folder, row, check=True)
+        file, size, checksum = self.layout.write(self.folder, row, check=True, sync=False)
+        self.folders.add((self.folder / file).parent)
         return Written(row.number, len(row.token_ids), file, 0, size, checksum)
 
     def close(self) -> None:
-        """Nothing is open between two rows."""
+        """Make the renames durable."""
+        for folder in self.folders:
+            sync_folder(folder)
 
 
 class Layout(ABC):
@@ -153,8 +157,11 @@ class Layout(ABC):
         made = Row(row, dump.token_ids, loss_mask, dump.states(), tuple(dump.boundaries), dump.final, meta["model"], meta)
         return self.write(folder, made)
 
-    def write(self, folder: Path, row: Row, *, check: bool = False) -> tuple[str, int, str]:
-        """Write one row: temporary name, fsync, (with `check`) read back and compared bit for bit, rename. Raises as `publish`."""
+    def write(self, folder: Path, row: Row, *, check: bool = False, sync: bool = True) -> tuple[str, int, str]:
+        """Write one row: temporary name, fsync, (with `check`) read back and compared bit for bit, rename. Raises as `publish`.
+
+        `sync`: the rename is durable too; the exporter, which looks whether a file is there, leaves that to the end.
+        """
         if self.mask == "file" and row.loss_mask is None:
             raise TypeError(f"the {self.name} layout has the loss mask in a sample's file: row {row.number} came without one")
         row = self.fit(row)
@@ -168,7 +175,8 @@ class Layout(ABC):
             if check:
                 self.compare(temporary, row)
             os.replace(temporary, path)
-            sync_folder(path.parent)
+            if sync:
+                sync_folder(path.parent)
         except HsnbError:
             temporary.unlink(missing_ok=True)
             raise
