@@ -34,7 +34,7 @@ MAX_REQUESTS = 64
 
 def check_first(deployment: Deployment, layout: str) -> None:
     """Refuse before anything is prepared or started: boundaries that the model has not, a final that the layout cannot hold."""
-    find_layout(layout).check_settings(deployment.check_against_model(), deployment.capture.final)
+    find_layout(layout).check_settings(deployment.check_against_model(), deployment.capture.final, deployment.model_path())
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
     """
     require_receipt(server)
     armed, writer = server.armed[0], find_layout(layout)
-    writer.check_settings(tuple(armed.boundaries), armed.final)
+    writer.check_settings(tuple(armed.boundaries), armed.final, armed.model_path)
     rows = shard_rows(data.rows, shard, num_shards)
     skipped = sum(not data.ok[r] for r in rows)
     rows = [r for r in rows if data.ok[r]][: limit or None]
@@ -176,7 +176,8 @@ class _Job:
     def sample(self, row: int, attempt: int) -> tuple[Entry, Path]:
         """Request one sample, verify its dump in the engine's dtype, publish it. Runs in a thread."""
         before = time.monotonic()
-        token_ids = self.table[row]["input_ids"]
+        item = self.table[row]
+        token_ids = item["input_ids"]
         rid = f"hsnb-{self.run_id}-{row}-{attempt}"
         self.client.generate(token_ids.tolist(), rid=rid)
         path = collect(self.server.spool, rid, self.armed.format)
@@ -184,7 +185,7 @@ class _Job:
             dump = open_dump(path)
             asked = Asked(token_ids, tuple(self.armed.boundaries), self.armed.final, self.armed.hidden_size, self.armed.dtype)
             require(dump_checks(dump, asked), f"row {row}", "run the shard again; if it stays, probe the server with hsnb probe")
-            file, size, checksum = self.writer.publish(self.data.path, row, dump)
+            file, size, checksum = self.writer.publish(self.data.path, row, dump, item["loss_mask"])
         except BaseException:
             free(path)
             raise
@@ -196,7 +197,7 @@ class _Job:
             size,
             checksum,
             json.dumps(list(dump.boundaries)),
-            dump.final,
+            self.writer.final,
             str(self.writer.DTYPE).removeprefix("torch."),
             attempt,
             round(time.monotonic() - before, 3),
@@ -220,7 +221,7 @@ def describe(folder: Path, server, layout: str, fingerprint: dict) -> None:
         "hsnb_format": 1,
         "layout": layout,
         "boundaries": armed.boundaries,
-        "final": armed.final,
+        "final": find_layout(layout).final,
         "target_layer_ids": armed.boundaries,
         "model": armed.model_path,
         "hidden_size": armed.hidden_size,

@@ -16,7 +16,7 @@ from hsnb.paths import run_dir
 
 PARAMETERS_TAG = "parameters"  # papermill's: the cell after which the given values are injected
 TOO_LONG = Literal["error", "skip", "truncate"]
-LAYOUT = Literal["speculators"]  # those of hsnb.trainers
+LAYOUT = Literal["speculators", "specforge"]  # those of hsnb.trainers
 TRAINER = Literal["speculators", "specforge"]
 DTYPE = Literal["float32", "bfloat16", "float16"]
 
@@ -62,7 +62,7 @@ class ExtractNotebook(Parameters):
     num_shards: int = Field(16, ge=1, description="a whole number from 1")
     max_length: int = Field(512, ge=1, description="a whole number of tokens from 1")
     too_long: TOO_LONG = Field("error", description="error, skip or truncate")
-    layout: LAYOUT = Field("speculators", description="speculators")
+    layout: LAYOUT = Field("speculators", description="speculators or specforge")
     in_flight_tokens: int = Field(0, ge=0, description="a whole number of tokens, 0 to have it chosen")
     limit: int = Field(0, ge=0, description="a whole number of samples, 0 for all")
 

@@ -97,8 +97,11 @@ class Layout(ABC):
     appends: ClassVar[bool] = False
     DTYPE: ClassVar[torch.dtype] = torch.bfloat16
 
-    def check_settings(self, boundaries: tuple[int, ...], final: str) -> None:
-        """Raise ParamsError for a final that this layout cannot hold: a norm can be applied, not taken back."""
+    def check_settings(self, boundaries: tuple[int, ...], final: str, model: str | Path = "") -> None:
+        """Raise ParamsError for a final that this layout cannot hold: a norm can be applied, not taken back.
+
+        With `model`, a checkpoint's folder, also ModelError when the norm that is to be applied cannot be read from it.
+        """
         if final != self.final and final != "pre":
             raise ParamsError(
                 got=f"final is {final!r}",
@@ -106,6 +109,8 @@ class Layout(ABC):
                 likely=self.why,
                 next="set capture.final: pre and start the server again",
             )
+        if final != self.final and model:
+            _norm(str(model))
 
     @abstractmethod
     def sample_file(self, row: int) -> str:
