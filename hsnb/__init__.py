@@ -17,6 +17,7 @@ _LAZY = {
     "probe": "hsnb.probe",
     "prepare": "hsnb.data",
     "extract": "hsnb.extract",
+    "StatesDataset": "hsnb.trainers",
 }
 __all__ = [*_LAZY, "__version__"]
 
