@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (help, reference)
     "prepare": ("write a run's data set, every sample's row fixed, before any shard", "hsnb.commands.prepare"),
     "identify": ("say which boundaries a folder of training files holds, and what a drafter would be fed", "hsnb.commands.identify"),
     "export": ("write a folder of training files in another trainer's layout", "hsnb.commands.export"),
+    "training": ("say how to train on a folder, and write its draft vocabulary", "hsnb.commands.training"),
     "run": ("run a notebook, or one after the other for a range of shards", "hsnb.run"),
     "report": ("render a run's notebooks to HTML, with an index", "hsnb.report"),
 }

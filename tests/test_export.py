@@ -20,6 +20,7 @@ from hsnb.errors import BoundaryError, DataError, DumpError, ExtractError, Model
 from hsnb.trainers import WRITTEN, open_folder
 from hsnb.trainers.export import export
 from hsnb.trainers.export_log import LOG
+from hsnb.trainers.source import training
 from tests.training_files import AUX, WRITERS, H, samples, write_connector, write_deepspec, write_speculators, write_speculators_pt
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,6 +215,25 @@ def test_a_choice_of_boundaries_and_the_command_in_the_tools_own_numbering(sourc
     assert result["samples"] == 4 and result["done_before"] == 4 and result["command"].startswith("python scripts/train.py")
     with pytest.raises(BoundaryError, match=r"boundaries \[14\], expected some of those captured"):
         export(source, tmp_path / "x", "speculators", boundaries=[14, 27], model=model)
+
+
+def test_how_to_train_on_a_folder_that_was_extracted(source, model, tmp_path, capsys):
+    command = ["training", str(source), "--model", str(model), "--vocab", "64"]
+    assert main(command) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    words = shlex.split(first)
+    assert words[:4] == ["speculators", "train", "--speculator-type", "eagle3"] and "--no-norm-before-residual" in words
+    assert words[words.index("--target-layer-ids") + 1 :][:3] == ["2", "15", "27"] and words[words.index("--on-missing") + 1] == "raise"
+    assert len(rest) == 2 and np.load(source / "d2t-64.npy").dtype == np.int64 and np.load(source / "t2d-64.npy").sum() == 64
+    (source / "hidden_states" / "hs_2.safetensors").unlink()
+    assert main([*command[:-2], "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "--on-missing skip" in result["command"] and result["notes"] == ["1 rows have no states and are left out"]
+    with pytest.raises(ParamsError, match=r"1\.\.1000"):
+        training(source, model=model, vocab=1001)
+    write_connector(tmp_path / "x", samples())
+    with pytest.raises(ParamsError, match="layout is 'vllm'"):
+        training(tmp_path / "x", model=model)
 
 
 def test_what_is_not_known_is_not_exported(model, tmp_path):

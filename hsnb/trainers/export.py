@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from hsnb.boundaries import FINAL_STATES, check_boundaries, model_family, text_config, to_boundaries
+from hsnb.boundaries import check_boundaries
 from hsnb.demo import exclusive
-from hsnb.dumps import UNKNOWN
 from hsnb.errors import BoundaryError, DataError, DumpError, ParamsError
-from hsnb.params import num_layers, read_config
 from hsnb.paths import write_json
 from hsnb.progress import Progress
-from hsnb.trainers import WRITTEN, Layout, TrainingFolder, TrainingSample, open_folder
+from hsnb.trainers import Layout, TrainingFolder, TrainingSample, open_folder
 from hsnb.trainers.export_log import ExportLog
 from hsnb.trainers.folder import ABOUT
 from hsnb.trainers.layout import Row
+from hsnb.trainers.source import about_source, count_tokens, written_layout
 from hsnb.trainers.table import draft_vocabulary
 
 
@@ -65,13 +64,13 @@ def export(
     source that cannot be read, and ParamsError.
     """
     source, target = Path(source).expanduser().resolve(), Path(target).expanduser().resolve()
-    writing = _layout(layout)
+    writing = written_layout(layout)
     folder = open_folder(source)
     if target == source or source in target.parents or target in source.parents:
         raise ParamsError(
             got=f"{source} into {target}", expected="a folder apart", likely="the same path twice", next="name a folder beside it"
         )
-    about = _about(folder, model, stated)
+    about = about_source(folder, model, stated)
     have, before = about["boundaries"], about["final"]
     wanted = check_boundaries(have if boundaries is None else boundaries, about["num_layers"])
     if missing := [b for b in wanted if b not in have]:
@@ -117,7 +116,7 @@ def _finish(folder, target: Path, writing: Layout, log: ExportLog, about: dict, 
     about |= {"samples": len(done), "tokens": sum(one.tokens for one in done)}
     writing.finish(target, (folder.labels(row) for row in range(len(folder))), about, done)
     if vocab:
-        counts = _count(folder)
+        counts = count_tokens(folder)
         writing.save_vocabulary(target, *draft_vocabulary(counts, vocab, about["vocab_size"]))
         about["draft_vocab_size"] = vocab
     write_json(target / ABOUT, {"hsnb_format": 1, **about})
@@ -127,48 +126,6 @@ def _finish(folder, target: Path, writing: Layout, log: ExportLog, about: dict, 
         str(target), writing.name, len(done), about["tokens"], size, tuple(about["boundaries"]), about["final"], before, damaged, verify,
         training.command, training.notes,
     )  # fmt: skip
-
-
-def _about(folder: TrainingFolder, model: str | Path | None, stated: tuple) -> dict[str, Any]:
-    """Return boundaries, final, model, num_layers, hidden_size of a source. Raises BoundaryError for what it does not say."""
-    claims = folder.claims
-    model = model or claims.get("model")
-    if not model or not Path(model).is_dir():
-        raise ParamsError(
-            got=f"model {str(model)!r}" if model else "no model",
-            expected="the folder of the checkpoint that the states are of",
-            likely="the states were made on another machine, or the folder does not name it",
-            next="--model DIR",
-        )
-    config = read_config(Path(model))
-    layers, family = num_layers(config), model_family(config)
-    said, final = claims["boundaries"], claims["final"]
-    if said == UNKNOWN and "ids" in claims:
-        said = to_boundaries(claims["ids"], claims["convention"], num_layers=layers, family=family)
-    for what, own, given in (("boundaries", said, tuple(stated[0]) if stated[0] else None), ("final", final, stated[1])):
-        if own != UNKNOWN and given is not None and given != own:
-            raise BoundaryError(
-                got=f"{what} {given} stated for {folder.path}",
-                expected=f"{own}, as it says itself",
-                likely="the statement is about another folder",
-                next="leave it out",
-            )
-    said = tuple(stated[0]) if said == UNKNOWN and stated[0] else said
-    final = stated[1] or final
-    if UNKNOWN in (said, final) or final not in FINAL_STATES:
-        raise BoundaryError(
-            got=f"{folder.path} ({folder.layout}): boundaries {said if said == UNKNOWN else list(said)}, final {final}",
-            expected="both known: which boundary each column is, and whether the final is before or after the norm",
-            likely="a tool that does not write them down; the same shapes hold other layers, and a wrong norm trains without a sign",
-            next=f"hsnb identify {folder.path} --model {model}, and state what it finds: --from-boundaries 2 15 27 --from-final pre",
-        )
-    check_boundaries(said, layers)
-    text = text_config(config)
-    return {
-        "boundaries": tuple(said), "final": final, "model": str(model), "num_layers": layers,
-        "hidden_size": int(text["hidden_size"]), "vocab_size": int(text["vocab_size"]),
-        "stated": [what for what, given in zip(("boundaries", "final"), stated, strict=True) if given],
-    }  # fmt: skip
 
 
 def _sample(folder: TrainingFolder, row: int, aux: int, writing: Layout) -> TrainingSample:
@@ -192,23 +149,7 @@ def _sample(folder: TrainingFolder, row: int, aux: int, writing: Layout) -> Trai
     return sample
 
 
-def _count(folder: TrainingFolder) -> dict[int, int]:
-    """Return how often each token is under the mask."""
-    counts: dict[int, int] = {}
-    for row in range(len(folder)):
-        ids, mask = folder.labels(row)
-        for token in (ids if mask is None else ids[mask == 1]).tolist():
-            counts[token] = counts.get(token, 0) + 1
-    return counts
-
-
 def _stamp(folder: TrainingFolder, row: int) -> str:
     """Return a print of a source file that changes when it is written again: its length and time."""
     info = folder.file(row).stat()
     return f"{info.st_size}:{info.st_mtime_ns}"
-
-
-def _layout(name: str) -> Layout:
-    if name not in WRITTEN:
-        raise ParamsError(got=f"layout is {name!r}", expected=f"one of {', '.join(WRITTEN)}", likely="a typo", next="--layout speculators")
-    return WRITTEN[name]
