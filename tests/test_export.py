@@ -269,8 +269,13 @@ def test_what_a_layout_needs_and_the_source_has_not_is_named(model, tmp_path):
     assert "loss_mask" not in torch.load(tmp_path / "b" / "row-00000000.pt", weights_only=True)
     with pytest.raises(ParamsError, match="no model"):
         export(tmp_path / "src", tmp_path / "c", "specforge", stated=stated)
-    with pytest.raises(DumpError, match="4 columns, expected 3"):
+    with pytest.raises(DumpError, match=r"4 columns of width 16, expected 3 \(2 boundaries and the final\) of width 16"):
         export(tmp_path / "src", tmp_path / "d", "model-optimizer", model=model, stated=([2, 15], "pre"))
+    (tmp_path / "wide").mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    with pytest.raises(DumpError, match=r"expected 4 .* of width 32, the model's"):
+        export(tmp_path / "src", tmp_path / "w", "model-optimizer", model=tmp_path / "wide", stated=stated)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text((model / "config.json").read_text())
     with pytest.raises(ModelError, match="safetensors"):

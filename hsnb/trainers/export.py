@@ -104,7 +104,7 @@ def _rows(folder: TrainingFolder, target: Path, writing: Layout, log: ExportLog,
     with closing(writing.writer(target, log.written())) as writer, Progress(len(owed), unit="samples", desc="export") as progress:
         for row in owed:
             stamp = _stamp(folder, row)
-            sample = _sample(folder, row, len(have), writing)
+            sample = _sample(folder, row, len(have), about["hidden_size"], writing)
             states = torch.stack([sample.columns[k] for k in [*picks, -1]], dim=1)
             made = Row(row, sample.token_ids, sample.loss_mask, states, tuple(about["boundaries"]), before, about["model"], meta)
             log.add(writer.write(made), stamp)
@@ -128,15 +128,15 @@ def _finish(folder, target: Path, writing: Layout, log: ExportLog, about: dict, 
     )  # fmt: skip
 
 
-def _sample(folder: TrainingFolder, row: int, aux: int, writing: Layout) -> TrainingSample:
+def _sample(folder: TrainingFolder, row: int, aux: int, width: int, writing: Layout) -> TrainingSample:
     """Read one sample; it has ids, the columns that the folder is said to have, and a mask where the layout needs it."""
     sample = folder.sample(row)
-    if len(sample.columns) != aux + 1:
+    if (len(sample.columns), sample.hidden_size) != (aux + 1, width):
         raise DumpError(
-            got=f"{folder.path / sample.name}: {len(sample.columns)} columns",
-            expected=f"{aux + 1}: {aux} boundaries and the final",
-            likely="files of two extractions in one folder",
-            next="move the others away",
+            got=f"{folder.path / sample.name}: {len(sample.columns)} columns of width {sample.hidden_size}",
+            expected=f"{aux + 1} ({aux} boundaries and the final) of width {width}, the model's",
+            likely="another model, or files of two extractions in one folder",
+            next="name the model with --model, or move the other files away",
         )
     lacking = "token ids" if sample.token_ids is None else "loss mask" if sample.loss_mask is None and writing.mask != "optional" else ""
     if lacking:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from hsnb.boundaries import from_boundaries, model_family
 from hsnb.dumps import Dump
-from hsnb.errors import DumpError, ExtractError, HsnbError, ParamsError
+from hsnb.errors import DumpError, ExtractError, HsnbError, ModelError, ParamsError
 from hsnb.params import num_layers, read_config
 from hsnb.trainers.folder import TrainingFolder
 from hsnb.weights import final_norm, rms_norm
@@ -201,6 +201,13 @@ class Layout(ABC):
         if row.final != self.final:
             self.check_settings(row.boundaries, row.final)
             weight, eps = _norm(row.model)
+            if len(weight) != states.shape[-1]:
+                raise ModelError(
+                    got=f"{row.model}: a final norm of width {len(weight)}",
+                    expected=f"{states.shape[-1]}, the states' width",
+                    likely="another model than the one the states are of",
+                    next="name the folder of the model that was served",
+                )
             states = states.clone() if states is row.states else states
             states[:, -1] = rms_norm(row.states[:, -1], weight, eps).to(self.DTYPE)
         return replace(row, states=states.contiguous(), final=self.final)
