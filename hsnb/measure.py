@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,9 @@ def measure(server: Any, deployment: Deployment, data: Prepared, folder: Path, s
     from hsnb import extract
 
     picked = pick(data, samples)
-    scratch = folder / ".measure"
-    shutil.rmtree(scratch, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".measure-", dir=folder))
     try:
-        scratch.mkdir(parents=True)
         table = data.dataset()
         with (scratch / "rows.jsonl").open("w") as file:
             for row in picked:

@@ -68,15 +68,18 @@ class DataParams(_Strict):
         return (self.source,) if isinstance(self.source, str) else tuple(self.source)
 
 
-class StorageParams(_Strict):
-    """What the states may take of the disk."""
+class ExtractParams(_Strict):
+    """How an extraction bounds itself, and when it gives up. Bytes are of free space, times in seconds."""
 
-    floor_gib: float = Field(2.0, ge=0, description="free space that is never written into")
-
-    @property
-    def floor_bytes(self) -> int:
-        """Return the floor in bytes."""
-        return int(self.floor_gib * (1 << 30))
+    attempts: int = Field(3, ge=1, description="a sample is asked for so often before it is owed")
+    restarts: int = Field(3, ge=0, description="of a server that hsnb started, in a row: a published sample starts the count again")
+    hang_s: float = Field(300, gt=0, description="no forward for so long while requests wait: the server hangs")
+    canary_every: int = Field(500, ge=0, description="samples of one server between two canaries; 0: only at its start")
+    patience_s: float = Field(900, ge=0, description="a full spool or disk is waited for so long, then the run stops")
+    spool_floor: int | None = Field(None, ge=0, description="bytes that stay free in the spool; none: 5 % of it, at most 1 GiB")
+    output_floor: int | None = Field(None, ge=0, description="bytes that stay free at the output; none: 5 % of it, at most 10 GiB")
+    status_s: float = Field(60, gt=0, description="between two writes of the status file")
+    on_stop: str = Field("", description="a shell command that is run at the end; HSNB_STATE and HSNB_STATUS say how it ended")
 
 
 class ShapeParams(_Strict):
@@ -96,7 +99,7 @@ class Deployment(_Strict):
     server: ServerParams = ServerParams()
     capture: CaptureParams
     data: DataParams = DataParams()
-    storage: StorageParams = StorageParams()
+    extract: ExtractParams = ExtractParams()
     shape: ShapeParams | None = None
 
     @classmethod
@@ -119,7 +122,7 @@ class Deployment(_Strict):
             raise _bad(
                 path,
                 f"a {type(tree).__name__}",
-                "a mapping of name, model, server, capture, data, storage, shape",
+                "a mapping of name, model, server, capture, data, extract, shape",
                 "an empty file",
                 "see params/demo.yaml",
             )

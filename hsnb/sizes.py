@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SPOOL_FLOOR, OUTPUT_FLOOR, FLOOR_SHARE = 1 << 30, 10 << 30, 0.05  # bytes, bytes, part of the file system
+
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -9,6 +11,11 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def bytes_per_token(columns: int, hidden_size: int, itemsize: int = 2) -> int:
     """Return columns x H x itemsize: what one token's states take. `columns` counts the boundaries and the final state."""
     return columns * hidden_size * itemsize
+
+
+def floor(given: int | None, most: int, total: int) -> int:
+    """Return the bytes that are to stay free of a file system of `total` bytes: `given`, or 5 % of it and at most `most`."""
+    return given if given is not None else min(most, int(FLOOR_SHARE * total))
 
 
 def decimal(size: float) -> str:

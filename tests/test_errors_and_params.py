@@ -49,7 +49,7 @@ def test_defaults():
         ({"data": {"source": 5}}, r"data.source is 5, expected demo, a path, or a list of paths"),
         ({"data": {"source": ["a", 5]}}, r"data.source is \['a', 5\], expected demo"),
         ({"data": {"seed": -1}}, r"data.seed is -1"),
-        ({"storage": {"floor": 1}}, r"unknown name storage.floor, expected one of: floor_gib"),
+        ({"extract": {"floor": 1}}, r"unknown name extract.floor, expected one of: attempts, restarts"),
         ({"shape": {"num_layers": 61}}, r"shape.hidden_size"),
     ],
 )

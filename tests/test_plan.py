@@ -18,8 +18,8 @@ from hsnb.limits import Limits, limits_of, server_limits
 from hsnb.measure import Measured, pick
 from hsnb.params import Deployment
 from hsnb.paths import project_root
-from hsnb.plan import plan
-from hsnb.sizes import binary, both, bytes_per_token, decimal
+from hsnb.planning import plan
+from hsnb.sizes import OUTPUT_FLOOR, binary, both, bytes_per_token, decimal, floor
 from tests.test_data import ROWS, jsonl
 
 KIMI = project_root() / "params" / "kimi-k2.5-tp8.yaml"
@@ -28,7 +28,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def tiny(source: str | Path = "demo", shape: dict | None = None, model: str = "demo:tiny-deepseek", **server) -> Deployment:
     tree = {"name": "t", "model": model, "server": {"device": "cpu", **server}, "capture": {"boundaries": [2, 4, 6]}, "shape": shape}
-    return Deployment.parse({**tree, "data": {"source": str(source)}, "storage": {"floor_gib": 0}}, origin="test")
+    return Deployment.parse({**tree, "data": {"source": str(source)}, "extract": {"output_floor": 0, "spool_floor": 0}}, origin="test")
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def disk(monkeypatch):
     """Let every file system have `free` bytes free: disk(free)."""
 
     def of(free: int, shm: int | None = None) -> None:
-        room = lambda path: Usage(0, 0, shm if shm is not None and Path(path).is_relative_to("/dev/shm") else free)  # noqa: E731
-        monkeypatch.setattr("hsnb.plan.shutil.disk_usage", room)
+        room = lambda path: Usage(10 * free, 0, shm if shm is not None and Path(path).is_relative_to("/dev/shm") else free)  # noqa: E731
+        monkeypatch.setattr("hsnb.planning.shutil.disk_usage", room)
 
     return of
 
@@ -92,6 +92,11 @@ def test_units_change_where_the_digits_do(size, ten, two):
     assert (decimal(size), binary(size)) == (ten, two)
 
 
+@pytest.mark.parametrize(("given", "total", "stays"), [(None, 100, 5), (None, 1 << 50, 10 << 30), (7, 1 << 50, 7), (0, 100, 0)])
+def test_a_floor_stays_free(given, total, stays):
+    assert floor(given, OUTPUT_FLOOR, total) == stays
+
+
 # --- without the model
 
 
@@ -123,7 +128,7 @@ def test_the_command_prints_it_and_refuses_a_folder_too_small(project, capsys, d
     assert "992 GB (923.9 GiB)" in out
     last = out.splitlines()[-1]
     assert last.startswith(
-        f"ExtractError: 100 GB (93.1 GiB) free at {project}/outputs/big/data, of which 53.7 GB (50.0 GiB) are to stay free"
+        f"ExtractError: 100 GB (93.1 GiB) free at {project}/outputs/big/data, of which 50.0 GB (46.6 GiB) are to stay free"
     )
     assert (
         "expected room for 992 GB (924.0 GiB)" in last
@@ -224,12 +229,12 @@ def test_masks_are_flagged(tmp_path, disk):
 
 
 def test_a_spool_that_does_not_take_the_longest_sample_is_refused(tmp_path, disk):
-    need = 6 * bytes_per_token(4, 64, 4)  # float32 in the engine
+    need = 6 * (bytes_per_token(4, 64, 4) + 8)  # float32 in the engine, and ids
     deployment = tiny(jsonl(tmp_path / "rows.jsonl", ROWS), dtype="float32")
     disk(10**9, shm=need - 1)
     made = plan(deployment, tmp_path / "data")
     assert [type(refusal).__name__ for refusal in made.refusals] == ["ServerError"]
-    assert made.refusals[0].expected == "room for one sample of 6 tokens: 6.14 kB (6.0 KiB)"
+    assert made.refusals[0].expected == "room for one sample of 6 tokens: 6.19 kB (6.0 KiB)"
     disk(10**9, shm=need)
     assert plan(deployment, tmp_path / "data").ok
 

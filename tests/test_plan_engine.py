@@ -12,6 +12,7 @@ from hsnb.errors import ServerError
 from hsnb.limits import limits_of, server_limits
 from hsnb.measure import measure
 from tests.helpers import prompt_ids
+from tests.test_conditions_engine import LONGEST
 from tests.test_data import jsonl
 from tests.test_extract_engine import files
 
@@ -30,16 +31,13 @@ def source(tmp_path):
     return jsonl(tmp_path / "rows.jsonl", [{"input_ids": ids, "loss_mask": [0, *[1] * (len(ids) - 1)]} for ids in rows])
 
 
-def test_the_longest_prompt_is_taken_and_one_token_more_is_not(server):
+def test_one_token_more_than_the_longest_prompt_is_refused(server):
+    """That the longest itself is taken is tested where chunks are large enough for it (test_conditions_engine)."""
     limits = server_limits(server.info)
     assert (limits.context_length, limits.max_total_num_tokens, limits.max_req_input_len) == (4096, 8192, 4090)
-    assert limits.longest == limits_of(server.deployment).longest == 4089
-    with server.client() as client:
-        assert client.generate(prompt_ids(4089, 500), rid="limit-taken").prompt_tokens == 4089
-        with pytest.raises(
-            ServerError, match=r"answered 400: .*Input length \(4090 tokens\) exceeds the maximum allowed length \(4090 tokens\)"
-        ):
-            client.generate(prompt_ids(4090, 500), rid="limit-refused")
+    assert limits.longest == limits_of(server.deployment).longest == LONGEST == 4089
+    with server.client() as client, pytest.raises(ServerError, match=r"answered 400: Input length \(4090 tokens\) exceeds the maximum"):
+        client.generate(prompt_ids(limits.longest + 1, 500), rid="one-too-many")
 
 
 def test_a_rate_is_measured_as_a_shard_is_extracted(server, source, tmp_path):
@@ -61,7 +59,11 @@ def test_the_command_measures_on_a_running_server(server, source, tmp_path, monk
     for name in ("notebooks", "params", "outputs"):
         (tmp_path / "clone" / name).mkdir(parents=True)
     monkeypatch.setenv("HSNB_ROOT", str(tmp_path / "clone"))
-    tree = {**server.deployment.model_dump(exclude_none=True), "data": {"source": str(source)}, "storage": {"floor_gib": 0}}
+    tree = {
+        **server.deployment.model_dump(exclude_none=True),
+        "data": {"source": str(source)},
+        "extract": {"output_floor": 0, "spool_floor": 0},
+    }
     (tmp_path / "tiny.yaml").write_text(json.dumps(tree))  # JSON is YAML
     command = ["plan", str(tmp_path / "tiny.yaml"), "--run", "m", "--measure", "--server", server.url, "--num-shards", "4", "--json"]
     assert cli.main(command) == 0

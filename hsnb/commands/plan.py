@@ -12,7 +12,8 @@ from hsnb.data import prepare
 from hsnb.limits import server_limits
 from hsnb.params import Deployment
 from hsnb.paths import run_dir
-from hsnb.plan import Plan, check_runnable, plan
+from hsnb.plan import Plan
+from hsnb.planning import check_runnable, plan
 
 
 def add(parser: argparse.ArgumentParser) -> None:

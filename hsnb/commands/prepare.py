@@ -10,7 +10,7 @@ from typing import Any
 from hsnb.data import prepare
 from hsnb.params import Deployment
 from hsnb.paths import run_dir
-from hsnb.plan import check_runnable
+from hsnb.planning import check_runnable
 from hsnb.progress import Progress
 
 
