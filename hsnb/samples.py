@@ -156,7 +156,7 @@ def _read_arrow(source: Source) -> tuple[int, Iterator[Batch]]:
 def _read_parquet(source: Source) -> tuple[int, Iterator[Batch]]:
     import pyarrow.parquet as pq
 
-    opened = [pq.ParquetFile(file) for file in source.files]
+    opened = [pq.ParquetFile(file, memory_map=True) for file in source.files]  # else a row group is read whole
     wanted = [[name for name in file.schema_arrow.names if name in _COLUMNS] for file in opened]
     tables = (table for file, names in zip(opened, wanted, strict=True) for table in file.iter_batches(BATCH, columns=names))
     return sum(file.metadata.num_rows for file in opened), (_from_arrow(table) for table in tables)
