@@ -100,7 +100,7 @@ def _of_number(tokens: int, num_shards: int, max_length: int, limits: Limits) ->
 
 
 def _of_data(data: Prepared, num_shards: int, limits: Limits) -> dict[str, Any]:
-    most, asked = limits.longest, data.settings["longest_taken"]
+    most, given = limits.longest, data.settings
     refused = np.flatnonzero(data.ok & (data.lengths > most)) if most else ()
     refusals = [
         DataError(
@@ -113,8 +113,8 @@ def _of_data(data: Prepared, num_shards: int, limits: Limits) -> dict[str, Any]:
     ] if len(refused) else []  # fmt: skip
     counts = {name: getattr(data, name) for name in ("tokens", "masked_tokens", "skipped", "truncated", "unmasked", "all_masked")}
     return _of_lengths(data.lengths, data.ok, num_shards) | counts | {
-        "source": f"prepared: {data.path}", "too_long": data.skipped + data.truncated, "max_length": min(asked, data.settings["max_length"]),
-        "refusals": refusals,
+        "source": f"prepared: {data.path} (max_length {given['max_length']}, too_long {given['too_long']})",
+        "too_long": data.skipped + data.truncated, "max_length": min(given["max_length"], given["longest_taken"]), "refusals": refusals,
     }  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def test_a_plan_of_the_source_is_that_of_the_prepared_data(tmp_path, disk):
     assert not out.exists()
     prepare(deployment, out, max_length=4, too_long="skip")
     prepared = plan(deployment, out, num_shards=2)
-    assert read.source == f"read through: {tmp_path}/rows.jsonl" and prepared.source == f"prepared: {out}"
+    assert read.source == f"read through: {tmp_path}/rows.jsonl" and prepared.source == f"prepared: {out} (max_length 4, too_long skip)"
     for name in ("tokens", "samples", "shard_tokens", "too_long", "skipped", "longest", "masked_tokens", "bytes", "max_length"):
         assert getattr(read, name) == getattr(prepared, name), name
     assert (read.samples, read.tokens, read.skipped, read.shard_tokens) == (2, 7, 1, (4, 3))
@@ -245,6 +245,12 @@ def test_prepare_refuses_what_no_start_would_accept(project, capsys, change, wor
     for command in ("prepare", "plan"):
         assert cli.main([command, "params/bad.yaml", "--run", "refused"]) == 2
         assert words in capsys.readouterr().err
+    assert not (project / "outputs" / "refused").exists()
+
+
+def test_prepare_needs_the_model_itself(project, capsys):
+    assert cli.main(["prepare", "params/kimi-k2.5-tp8.yaml", "--run", "refused"]) == 2
+    assert "/models/Kimi-K2.5/config.json: [Errno 2] No such file" in capsys.readouterr().err
     assert not (project / "outputs" / "refused").exists()
 
 

@@ -23,6 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     deployment = Deployment.load(args.params)
+    deployment.model_config_json()  # a shape is enough to plan with, not to prepare
     check_runnable(deployment)
     with told("prepare") as tell:
         data = prepare(deployment, run_dir(args.run) / "data", max_length=args.max_length, too_long=args.too_long, progress=tell)
