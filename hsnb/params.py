@@ -21,6 +21,15 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class ShapeParams(_Strict):
+    """The sizes of a model whose folder is not on this machine: enough to plan with. Checked against config.json where there is one."""
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    vocab_size: int | None = Field(None, ge=1)
+    context_length: int | None = Field(None, ge=2, description="max_position_embeddings of config.json")
+
+
 class ServerParams(_Strict):
     """How SGLang is started."""
 
@@ -82,25 +91,16 @@ class ExtractParams(_Strict):
     on_stop: str = Field("", description="a shell command that is run at the end; HSNB_STATE and HSNB_STATUS say how it ended")
 
 
-class ShapeParams(_Strict):
-    """The sizes of a model whose folder is not on this machine: enough to plan with. Checked against config.json where there is one."""
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    vocab_size: int | None = Field(None, ge=1)
-    context_length: int | None = Field(None, ge=2, description="max_position_embeddings of config.json")
-
-
 class Deployment(_Strict):
     """One params/*.yaml: a model, how it is served, what is captured, what is run through it."""
 
     name: str
     model: str = Field(description="a folder, or demo:NAME for one that hsnb makes (smollm2-fp32, smollm2-bf16, tiny-deepseek, kimi-shape)")
+    shape: ShapeParams | None = None
     server: ServerParams = ServerParams()
     capture: CaptureParams
     data: DataParams = DataParams()
     extract: ExtractParams = ExtractParams()
-    shape: ShapeParams | None = None
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Deployment:
@@ -122,7 +122,7 @@ class Deployment(_Strict):
             raise _bad(
                 path,
                 f"a {type(tree).__name__}",
-                "a mapping of name, model, server, capture, data, extract, shape",
+                "a mapping of name, model, server, capture, data",
                 "an empty file",
                 "see params/demo.yaml",
             )

@@ -38,7 +38,7 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"modle": "x"}, r"unknown name modle, expected one of: name, model, server, capture, data"),
+        ({"modle": "x"}, r"unknown name modle, expected one of: name, model, shape, server, capture, data"),
         ({"capture": {"boundries": [2]}}, r"capture.boundaries"),
         ({"capture": {"boundaries": [2], "finl": "pre"}}, r"unknown name capture.finl, expected one of: boundaries, final, format"),
         ({"capture": {"boundaries": []}}, r"capture.boundaries is \[\]"),
