@@ -47,10 +47,10 @@ class Prepared:
     skipped: int
     truncated: int
     unmasked: int
-    all_masked: int
     fingerprint: str  # xxh3-128, hex, over every row's ids, mask and status
     settings: dict[str, Any]  # what it was prepared from; another value is refused at the same place
     reused: bool = False
+    all_masked: int = 0
 
     def dataset(self) -> Any:
         """Return the datasets.Dataset (torch format): input_ids, loss_mask, seq_len, status. Memory-mapped: rows are read when asked for."""
@@ -60,18 +60,18 @@ class Prepared:
 
     @cached_property
     def index(self) -> dict[str, np.ndarray]:
-        """Return a line a row, without reading the rows: sample (its number in the source), length, masked, ok, ids_xxh3 (bytes)."""
+        """Return a line a row, for whoever must not read the rows: sample (its number in the source), length, masked, ok, ids_xxh3."""
         return read_index(self.path / INDEX)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of every row, skipped ones too: int64 [rows]; `lengths[ok]` sums to `tokens`."""
-        return self.index["length"]
+        return self.dataset().data.column("seq_len").to_numpy()
 
-    @property
+    @cached_property
     def ok(self) -> np.ndarray:
         """Rows whose states are to be extracted: bool [rows]."""
-        return self.index["ok"]
+        return self.dataset().data.column("status").to_numpy() == "ok"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -190,7 +190,7 @@ def _whole(data: Prepared) -> Prepared:
     """Return `data` when its table and index can be read and have all rows. Raises DataError for one that was damaged since."""
     try:
         rows = len(data.dataset())
-        readable = rows == len(data.lengths) == len(data.ok) == data.rows
+        readable = rows == data.rows and (data.index["length"] == data.lengths).all() and (data.index["ok"] == data.ok).all()
     except Exception as error:  # datasets and pyarrow raise a dozen kinds for a file that is gone or cut
         rows, readable = f"{type(error).__name__}", False
     if not readable:
