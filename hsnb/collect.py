@@ -1,14 +1,19 @@
-"""Find a request's dump once it is answered, or the reason why there is none."""
+"""Find a request's dump once it is answered, or the reason why there is none; and what dead clients left in a spool."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from pathlib import Path
 
-from hsnb.dumps import dump_path
-from hsnb.errors import CaptureError
+from hsnb.dumps import dump_path, list_dumps, open_dump
+from hsnb.errors import CaptureError, DumpError
 from hsnb.patch.armed import read_armed
+
+TIMEOUT_S = 10.0
+LOOK_S = 0.005
+FAILURES_S = 0.25  # between two looks at the armed file, which is larger than most dumps' names
 
 
 def failure(spool: Path, request_id: str) -> str:
@@ -20,23 +25,43 @@ def failure(spool: Path, request_id: str) -> str:
     return ""
 
 
-def collect(spool: Path, request_id: str, layout: str = "safetensors", timeout_s: float = 10.0) -> Path:
+def collect(spool: Path, request_id: str, layout: str = "safetensors", timeout_s: float = TIMEOUT_S) -> Path:
     """Return the path of the dump of an answered request; it is published during the prefill, so it should be there.
 
     Raises CaptureError with the plug-in's own reason, or when nothing came in `timeout_s`.
     """
-    end = time.monotonic() + timeout_s
-    while True:
-        if path := dump_path(spool, request_id, layout):
+    for path in _looks(spool, request_id, layout, timeout_s):
+        if path:
             return path
-        if why := failure(spool, request_id):
-            raise CaptureError(
-                got=f"request {request_id} was answered and not captured: {why}",
-                expected="a dump of its states",
-                likely=_likely(why),
-                next="see armed-0.json in the spool and the server's log",
-            )
-        if time.monotonic() > end:
+        time.sleep(LOOK_S)
+    raise AssertionError("unreachable")
+
+
+async def acollect(spool: Path, request_id: str, layout: str = "safetensors", timeout_s: float = TIMEOUT_S) -> Path:
+    """Do what `collect` does without blocking the loop."""
+    for path in _looks(spool, request_id, layout, timeout_s):
+        if path:
+            return path
+        await asyncio.sleep(LOOK_S)
+    raise AssertionError("unreachable")
+
+
+def _looks(spool: Path, request_id: str, layout: str, timeout_s: float):
+    """Yield the dump's path, or None while it is not there, until there is a reason to raise CaptureError."""
+    end, asked = time.monotonic() + timeout_s, 0.0
+    while True:
+        yield dump_path(spool, request_id, layout)
+        now = time.monotonic()
+        if now - asked > FAILURES_S:
+            asked = now
+            if why := failure(spool, request_id):
+                raise CaptureError(
+                    got=f"request {request_id} was answered and not captured: {why}",
+                    expected="a dump of its states",
+                    likely=_likely(why),
+                    next="see armed-0.json in the spool and the server's log",
+                )
+        if now > end:
             gone = "" if read_armed(spool) else "; the spool has no armed file any more"
             raise CaptureError(
                 got=f"no dump of request {request_id} in {spool} after {timeout_s:g} s{gone}",
@@ -44,12 +69,29 @@ def collect(spool: Path, request_id: str, layout: str = "safetensors", timeout_s
                 likely="the spool was removed, or is another server's" if gone else "the server has another request-id prefix, or hangs",
                 next="start the server with hsnb serve, and give its URL",
             )
-        time.sleep(0.005)
 
 
 def free(path: Path) -> None:
     """Remove a dump that is published elsewhere, or of no use."""
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def sweep(spool: Path, prefix: str, but: str) -> int:
+    """Remove the dumps of requests whose ids begin with `prefix` and not with `but`; return how many.
+
+    A killed client leaves dumps in a living server's spool. Its ids begin with its ledger's name, and this process holds that
+    ledger's lock: nobody waits for them any more.
+    """
+    removed = 0
+    for path in list_dumps(spool):
+        try:
+            request_id = open_dump(path).request_id
+        except DumpError:  # freed meanwhile by its own client
+            continue
+        if request_id.startswith(prefix) and not request_id.startswith(but):
+            free(path)
+            removed += 1
+    return removed
 
 
 def _likely(why: str) -> str:

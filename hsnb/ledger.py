@@ -1,77 +1,153 @@
-"""What of a data set is done: one sqlite file a writer, read together. A sample counts when it is entered here, not when a file exists."""
+"""What of a data set is done: one sqlite file a writer, on a local disk, read together.
+
+A sample counts when it is entered here, not when a file exists. Its file is staged whole first, then the move to its name is
+noted (`note_moves`), made, and entered (`enter`): whoever finds a noted move of a killed writer can tell by the checksum
+whether it was made. Each writer's entries are also exported as parquet beside the data, for readers on other machines.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import sqlite3
-from collections.abc import Iterator
+import threading
+import uuid
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+import psutil
+import xxhash
+
 from hsnb.errors import ExtractError
+from hsnb.paths import cache_dir
+
+FORMAT = 2
+FOLDER = "ledger"  # in the data set's folder
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs", "wekafs"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """One published sample. `row` is its index in the whole data set; `seconds` from request to entry; `finished` ISO 8601, UTC."""
+    """One published sample. `row` is its index in the whole data set; `seconds` from request to file; `finished` ISO 8601, UTC."""
 
     row: int
     request_id: str
+    ids_hash: str  # xxh3-128 of the token ids as int64
     tokens: int
     file: str  # relative to the data set's folder
     bytes: int
     xxh3_128: str  # of the file
     boundaries: str  # JSON list
-    final: str
+    final: str  # pre or post the norm
     dtype: str
     attempt: int
     seconds: float
+    server: str
     finished: str
 
 
 _COLUMNS = [f.name for f in fields(Entry)]
 _TYPES = {"int": "INTEGER", "float": "REAL", "str": "TEXT"}
+_ROW = f"({', '.join(f'{f.name} {_TYPES[f.type]}' for f in fields(Entry))}, PRIMARY KEY (row))"
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS done ({", ".join(f"{f.name} {_TYPES[f.type]}" for f in fields(Entry))}, PRIMARY KEY (row));
+CREATE TABLE IF NOT EXISTS done {_ROW};
+CREATE TABLE IF NOT EXISTS moving {_ROW};
 CREATE TABLE IF NOT EXISTS failed (row INTEGER PRIMARY KEY, error TEXT, attempt INTEGER, at TEXT);
+PRAGMA user_version = {FORMAT};
 """
+_INSERT = f"VALUES ({','.join('?' * len(_COLUMNS))})"
+
+
+def home(folder: Path) -> Path:
+    """Return where the ledgers of the data set in `folder` lie: beside it, or in the cache when it is on a network file system.
+
+    sqlite's locks and its shared memory do not work over a network; the parquet exports are always in `folder`/ledger.
+    """
+    folder = folder.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
+    kind = max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
+    if kind in _NETWORK or kind.startswith("fuse."):
+        return cache_dir() / "ledgers" / xxhash.xxh3_64_hexdigest(str(folder).encode())
+    return folder / FOLDER
 
 
 class Ledger:
-    """The writing side of one shard's ledger; a second writer of the same file is refused."""
+    """The writing side of one writer's ledger; a second writer of the same file is refused. Its methods may be called by any thread."""
 
     def __init__(self, path: Path, fingerprint: dict):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = open(path.with_suffix(".lock"), "a")  # noqa: SIM115 (held until close; the kernel frees it with the process)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
+        self._lock = take_lock(path)
+        if self._lock is None:
             raise ExtractError(
                 got=f"{path} is being written by another process",
                 expected="one writer a shard",
                 likely="this shard is being extracted in another terminal or notebook",
                 next="wait for it, or take another shard",
-            ) from error
-        self._db = sqlite3.connect(path)
-        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
-        with self._db:
-            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('fingerprint', ?)", (json.dumps(fingerprint),))  # the first one stays
+            )
+        self._mutex = threading.Lock()
+        with _named(path):
+            self._db = sqlite3.connect(path, check_same_thread=False)
+            _check_format(path, self._db)
+            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + _SCHEMA)
+            with self._db:
+                first = [("fingerprint", json.dumps(fingerprint)), ("writer", uuid.uuid4().hex[:8])]
+                self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", first)  # what is there stays
+            self.writer = self._db.execute("SELECT value FROM meta WHERE key = 'writer'").fetchone()[0]
 
-    def enter(self, entry: Entry) -> None:
-        """Enter a published sample; it is durable when this returns."""
-        with self._db:
-            self._db.execute(f"INSERT OR REPLACE INTO done VALUES ({','.join('?' * len(_COLUMNS))})", astuple(entry))
-            self._db.execute("DELETE FROM failed WHERE row = ?", (entry.row,))
+    def note_moves(self, entries: Iterable[Entry]) -> None:
+        """Note files that are staged whole and are about to be moved to their names; durable when this returns."""
+        with self._mutex, self._db:
+            self._db.executemany(f"INSERT OR REPLACE INTO moving {_INSERT}", [astuple(e) for e in entries])
+
+    def moves(self) -> list[Entry]:
+        """Return the moves that were noted and not entered: those of a killed writer."""
+        return [Entry(*values) for values in self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM moving")]
+
+    def enter(self, entries: Iterable[Entry]) -> None:
+        """Enter published samples in one transaction; durable when this returns."""
+        entries = list(entries)
+        rows = [(e.row,) for e in entries]
+        with self._mutex, self._db:
+            self._db.executemany(f"INSERT OR REPLACE INTO done {_INSERT}", [astuple(e) for e in entries])
+            self._db.executemany("DELETE FROM moving WHERE row = ?", rows)
+            self._db.executemany("DELETE FROM failed WHERE row = ?", rows)
+
+    def drop_moves(self, rows: Iterable[int]) -> None:
+        """Forget moves that were not made."""
+        with self._mutex, self._db:
+            self._db.executemany("DELETE FROM moving WHERE row = ?", [(r,) for r in rows])
 
     def fail(self, row: int, error: str, attempt: int, at: str) -> None:
-        """Note that a sample is owed, and why."""
-        with self._db:
+        """Note that a sample is owed, and why; an entry of it is withdrawn."""
+        with self._mutex, self._db:
+            self._db.execute("DELETE FROM done WHERE row = ?", (row,))
             self._db.execute("INSERT OR REPLACE INTO failed VALUES (?, ?, ?, ?)", (row, error, attempt, at))
+
+    def done(self) -> dict[int, Entry]:
+        """Return this writer's own entries."""
+        return {values[0]: Entry(*values) for values in self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")}
+
+    def export(self, folder: Path) -> Path:
+        """Write the entries as `folder`/{name}.parquet, the fingerprint in its metadata, and return the file."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        kinds = {"int": pa.int64(), "float": pa.float64(), "str": pa.string()}
+        schema = pa.schema([(f.name, kinds[f.type]) for f in fields(Entry)])
+        with self._mutex:
+            columns = list(zip(*self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done ORDER BY row"), strict=True))
+            meta = dict(self._db.execute("SELECT key, value FROM meta"))
+        table = pa.table(columns or [[] for _ in _COLUMNS], schema=schema.with_metadata(meta))
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{self.path.stem}.parquet"
+        temporary = target.with_name(f".{target.name}.tmp")  # one writer: the lock is held
+        pq.write_table(table, temporary)
+        temporary.replace(target)
+        return target
 
     def close(self) -> None:
         self._db.close()
@@ -84,54 +160,119 @@ class Ledger:
         self.close()
 
 
-def read_ledgers(folder: Path, fingerprint: dict) -> dict[int, Entry]:
-    """Return what all ledgers in `folder` say is done, by row, so that the number of shards may change between runs.
+def take_lock(path: Path):
+    """Return the open lock file of the ledger at `path`, None when another writer holds it. The kernel frees it with the process."""
+    lock = open(path.with_suffix(".lock"), "a")  # noqa: SIM115 (held until its owner closes it)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
 
-    Raises ExtractError when one of them was written for other data, another model or other settings, naming what changed.
+
+def read_ledgers(data: Path, fingerprint: dict | None = None) -> dict[int, Entry]:
+    """Return what all ledgers of the data set in `data` say is done, by row, so that the number of shards may change between runs.
+
+    With `fingerprint`, raises ExtractError when one of them was written for other data, another model or other settings,
+    naming what changed.
     """
     done: dict[int, Entry] = {}
-    for path in sorted(folder.glob("*.sqlite")):
-        with _reading(path) as db:
-            check_fingerprint(path, json.loads(db.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()[0]), fingerprint)
-            for values in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done"):
-                done[values[0]] = Entry(*values)
+    for _, before, entries, _ in _read_all(data):
+        if fingerprint is not None and before is not None:
+            check_fingerprint(data, before, fingerprint)
+        done |= {r: e for r, e in entries.items() if r not in done or e.finished >= done[r].finished}  # a redone sample's newest one
     return done
 
 
-def read_failed(folder: Path) -> dict[int, str]:
-    """Return the samples that are owed, with the reason."""
+def read_failed(data: Path, done: Container[int] | None = None) -> dict[int, str]:
+    """Return the samples that are owed, with the reason, without those that are `done` (none given: entered by any writer)."""
     failed: dict[int, str] = {}
-    for path in sorted(folder.glob("*.sqlite")):
-        with _reading(path) as db:
-            failed.update(db.execute("SELECT row, error FROM failed"))
-    return failed
+    entered: set[int] = set()
+    for _, _, entries, owed in _read_all(data):
+        failed |= owed
+        entered |= entries.keys()
+    return {row: why for row, why in failed.items() if row not in (entered if done is None else done)}
 
 
-def check_fingerprint(path: Path, before: dict, now: dict) -> None:
+def files(data: Path) -> list[Path]:
+    """Return the sqlite files of the data set in `data`."""
+    return sorted(home(data).glob("*.sqlite"))
+
+
+def check_fingerprint(data: Path, before: dict, now: dict) -> None:
     """Raise ExtractError naming every item in which two fingerprints differ."""
     changed = [f"{k} was {before.get(k)!r} and is {now.get(k)!r}" for k in sorted({*before, *now}) if before.get(k) != now.get(k)]
     if changed:
         raise ExtractError(
-            got=f"{path.parent.parent}: {'; '.join(changed)}",
+            got=f"{data}: {'; '.join(changed)}",
             expected="the settings it was begun with",
             likely="the data, the model or the settings changed since; their states must not be mixed in one data set",
             next="use another run (-p run NAME), or go back to the settings before",
         )
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+def _read_all(data: Path) -> Iterator[tuple[str, dict | None, dict[int, Entry], dict[int, str]]]:
+    """Yield (writer's name, fingerprint, entries, owed) of every writer: its export, brought up to date by its sqlite file."""
+    exports = {p.stem: p for p in sorted((data / FOLDER).glob("*.parquet"))}
+    here = {p.stem: p for p in files(data)}
+    for stem in sorted({*exports, *here}):
+        before, entries, owed = _read_export(exports[stem]) if stem in exports else (None, {}, {})
+        if stem in here:
+            with _reading(here[stem]) as db:
+                if db is not None:
+                    before = json.loads(db.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()[0])
+                    owed = dict(db.execute("SELECT row, error FROM failed"))
+                    entries = {r: e for r, e in entries.items() if r not in owed}
+                    entries |= {v[0]: Entry(*v) for v in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")}
+        yield stem, before, entries, owed
+
+
+def _read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, str]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
+        table = pq.read_table(path)
+        fingerprint = json.loads(table.schema.metadata[b"fingerprint"])
+        entries = {row["row"]: Entry(**row) for row in table.select(_COLUMNS).to_pylist()}
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return fingerprint, entries, {}
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise _damaged(path, error) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection | None]:
+    """Yield a connection; None when its writer was killed before the tables were made."""
+    with _named(path):
         db = sqlite3.connect(path)
         try:
-            db.executescript(_SCHEMA)
-            yield db
+            _check_format(path, db)
+            made = db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'failed'").fetchone()[0]
+            yield db if made and db.execute("SELECT count(*) FROM meta WHERE key = 'fingerprint'").fetchone()[0] else None
         finally:
             db.close()
-    except sqlite3.DatabaseError as error:
-        raise ExtractError(
-            got=f"{path}: {error}",
-            expected="a ledger of hsnb",
-            likely="a file damaged by the disk, or not a ledger",
-            next="move it away: its samples are then extracted again",
-        ) from error
+
+
+def _check_format(path: Path, db: sqlite3.Connection) -> None:
+    found = db.execute("PRAGMA user_version").fetchone()[0]
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if found not in (0, FORMAT) or (tables and found == 0 and db.execute("SELECT count(*) FROM meta").fetchone()[0]):
+        raise _damaged(path, f"format {found or 1}, expected {FORMAT}")
+
+
+def _damaged(path: Path, why: object) -> ExtractError:
+    return ExtractError(
+        got=f"{path}: {why}",
+        expected="a ledger of hsnb",
+        likely="a file damaged by the disk, of another version of hsnb, or not a ledger",
+        next="move it away: its samples are then extracted again",
+    )

@@ -1,50 +1,86 @@
 """The ledger: what is entered is done, what is not entered is not, and other settings are another data set."""
 
+import os
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
+from hsnb import ledger as module
 from hsnb.errors import ExtractError
-from hsnb.ledger import Entry, Ledger, read_failed, read_ledgers
+from hsnb.ledger import Entry, Ledger, home, read_failed, read_ledgers
 
 PRINT = {"data": "abc", "boundaries": [2, 4], "final": "pre"}
 
 
-def entry(row: int, attempt: int = 1) -> Entry:
-    return Entry(
-        row,
-        f"hsnb-{row}",
-        10,
-        f"hidden_states/hs_{row}.safetensors",
-        640,
-        "ff",
-        "[2, 4]",
-        "pre",
-        "bfloat16",
-        attempt,
-        0.5,
-        "2026-01-01T00:00:00",
-    )
+def entry(row: int, attempt: int = 1, **other) -> Entry:
+    made = Entry(
+        row, f"hsnb-{row}", "1d5", 10, f"hidden_states/hs_{row}.safetensors", 640, "ff", "[2, 4]", "pre", "bfloat16", attempt, 0.5,
+        "http://127.0.0.1:1", "2026-01-01T00:00:00",
+    )  # fmt: skip
+    return replace(made, **other)
 
 
-def test_entries_of_all_shards_are_read_together(tmp_path):
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "ledger").mkdir()
+    return tmp_path
+
+
+def ledger(data, name="a", print_=PRINT) -> Ledger:
+    return Ledger(data / "ledger" / f"{name}.sqlite", print_)
+
+
+def test_entries_of_all_writers_are_read_together(data, tmp_path):
     for shard, rows in ((0, (0, 2)), (1, (1,))):
-        with Ledger(tmp_path / f"shard-{shard}.sqlite", PRINT) as ledger:
-            for row in rows:
-                ledger.enter(entry(row))
-    assert read_ledgers(tmp_path, PRINT) == {0: entry(0), 1: entry(1), 2: entry(2)}
+        with ledger(data, f"shard-{shard}") as writer:
+            writer.enter(map(entry, rows))
+    assert read_ledgers(data, PRINT) == {0: entry(0), 1: entry(1), 2: entry(2)}
     assert read_ledgers(tmp_path / "none", PRINT) == {}
 
 
-def test_a_sample_that_is_done_at_last_is_owed_no_more(tmp_path):
-    with Ledger(tmp_path / "a.sqlite", PRINT) as ledger:
-        ledger.fail(3, "NaN in row 5", 3, "now")
-        ledger.fail(4, "no dump", 3, "now")
-        ledger.enter(entry(3, attempt=2))
-    assert read_failed(tmp_path) == {4: "no dump"}
-    assert read_ledgers(tmp_path, PRINT)[3].attempt == 2
+def test_of_a_sample_that_was_done_again_the_newest_entry_counts(data):
+    for name, when in (("a", "2026-03-01"), ("b", "2026-02-01"), ("c", "2026-01-01")):
+        with ledger(data, name) as writer:
+            writer.enter([entry(0, finished=when)])
+    assert read_ledgers(data, PRINT)[0].finished == "2026-03-01"
+
+
+def test_a_noted_move_is_not_done_until_it_is_entered(data):
+    with ledger(data) as writer:
+        writer.note_moves([entry(0), entry(1)])
+        assert read_ledgers(data, PRINT) == {}
+        writer.enter([entry(0)])
+        assert writer.moves() == [entry(1)]
+        writer.drop_moves([1])
+        assert writer.moves() == []
+    assert read_ledgers(data, PRINT) == {0: entry(0)}
+
+
+def test_a_sample_that_is_done_at_last_is_owed_no_more(data):
+    with ledger(data) as writer:
+        writer.fail(3, "NaN in row 5", 3, "now")
+        writer.fail(4, "no dump", 3, "now")
+        writer.enter([entry(3, attempt=2)])
+    assert read_failed(data) == {4: "no dump"}
+    assert read_failed(data, {4}) == {}
+    assert read_ledgers(data, PRINT)[3].attempt == 2
+    with ledger(data, "redo") as writer:
+        writer.enter([entry(4)])
+    assert read_failed(data) == {}
+
+
+def test_a_withdrawn_entry_is_owed_also_when_an_export_has_it_still(data):
+    with ledger(data) as writer:
+        writer.enter([entry(0), entry(1)])
+        writer.export(data / "ledger")
+        writer.fail(1, "a flipped bit", 1, "now")
+    assert read_ledgers(data, PRINT).keys() == {0}
+    assert read_failed(data) == {1: "a flipped bit"}
 
 
 @pytest.mark.parametrize(
@@ -55,38 +91,86 @@ def test_a_sample_that_is_done_at_last_is_owed_no_more(tmp_path):
         ({"extra": 1}, "extra was None and is 1"),
     ],
 )
-def test_other_settings_are_refused_by_name(change, words, tmp_path):
-    Ledger(tmp_path / "a.sqlite", PRINT).close()
-    Ledger(tmp_path / "a.sqlite", {**PRINT, **change}).close()  # opening it does not make it another data set's
+def test_other_settings_are_refused_by_name(change, words, data):
+    ledger(data).close()
+    ledger(data, print_={**PRINT, **change}).close()  # opening it does not make it another data set's
     with pytest.raises(ExtractError, match=words):
-        read_ledgers(tmp_path, {**PRINT, **change})
-    assert read_ledgers(tmp_path, PRINT) == {}
+        read_ledgers(data, {**PRINT, **change})
+    assert read_ledgers(data, PRINT) == {}
 
 
-def test_a_second_writer_is_refused(tmp_path):
-    with Ledger(tmp_path / "a.sqlite", PRINT), pytest.raises(ExtractError, match="one writer a shard"):
-        Ledger(tmp_path / "a.sqlite", PRINT)
-    Ledger(tmp_path / "a.sqlite", PRINT).close()
+def test_the_export_holds_every_column_and_refuses_other_settings_too(data):
+    with ledger(data) as writer:
+        writer.enter([entry(2), entry(0)])
+        path = writer.export(data / "ledger")
+    table = pq.read_table(path)
+    assert table.column_names == [f.name for f in module.fields(Entry)]
+    assert [Entry(**row) for row in table.to_pylist()] == [entry(0), entry(2)]
+    (data / "ledger" / "a.sqlite").unlink()
+    assert read_ledgers(data, PRINT) == {0: entry(0), 2: entry(2)}
+    with pytest.raises(ExtractError, match="data was 'abc' and is 'xyz'"):
+        read_ledgers(data, {**PRINT, "data": "xyz"})
 
 
-def test_a_writer_killed_at_once_after_enter_has_entered(tmp_path):
+def test_an_export_of_nothing_is_an_export(data):
+    with ledger(data) as writer:
+        writer.export(data / "ledger")
+    (data / "ledger" / "a.sqlite").unlink()
+    assert read_ledgers(data, PRINT) == {}
+
+
+def test_ledgers_lie_beside_the_data_unless_that_is_on_a_network(data, monkeypatch, tmp_path):
+    assert home(data) == data.resolve() / "ledger"
+    mount = SimpleNamespace(mountpoint=str(data.resolve()), fstype="nfs4")
+    monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: [SimpleNamespace(mountpoint="/", fstype="ext4"), mount])
+    monkeypatch.setenv("HSNB_CACHE", str(tmp_path / "cache"))
+    assert home(data).parent == tmp_path / "cache" / "ledgers"
+    assert home(data) != home(data / "another")
+
+
+def test_a_second_writer_is_refused(data):
+    with ledger(data), pytest.raises(ExtractError, match="one writer a shard"):
+        ledger(data)
+    ledger(data).close()
+
+
+def test_a_writer_killed_at_once_after_enter_has_entered(data):
     code = f"""
 import os, sys
-sys.path.insert(0, {str(sys.path[0])!r})
+sys.path.insert(0, {os.getcwd()!r})
 from pathlib import Path
 from hsnb.ledger import Entry, Ledger
-ledger = Ledger(Path({str(tmp_path)!r}) / "a.sqlite", {PRINT!r})
-ledger.enter(Entry(7, "hsnb-7", 10, "f", 1, "ff", "[2, 4]", "pre", "bfloat16", 1, 0.5, "t"))
+ledger = Ledger(Path({str(data)!r}) / "ledger" / "a.sqlite", {PRINT!r})
+ledger.enter([{entry(7)!r}])
 os.kill(os.getpid(), 9)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
-    assert list(read_ledgers(tmp_path, PRINT)) == [7]
-    Ledger(tmp_path / "a.sqlite", PRINT).close()  # its lock died with it
+    assert list(read_ledgers(data, PRINT)) == [7]
+    ledger(data).close()  # its lock died with it
 
 
-def test_a_damaged_ledger_is_named(tmp_path):
-    (tmp_path / "a.sqlite").write_bytes(b"not a database" * 100)
+def test_a_ledger_whose_writer_was_killed_while_making_it_is_empty(data):
+    (data / "ledger" / "a.sqlite").touch()
+    db = sqlite3.connect(data / "ledger" / "b.sqlite")
+    db.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)")
+    db.close()
+    assert read_ledgers(data, PRINT) == {}
+    with ledger(data, "b") as writer:
+        writer.enter([entry(1)])
+    assert list(read_ledgers(data, PRINT)) == [1]
+
+
+def test_a_damaged_ledger_is_named(data):
+    (data / "ledger" / "a.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(ExtractError, match=r"a\.sqlite.*not a database.*move it away"):
-        read_ledgers(tmp_path, PRINT)
-    with pytest.raises((ExtractError, sqlite3.DatabaseError)):
-        Ledger(tmp_path / "a.sqlite", PRINT)
+        read_ledgers(data, PRINT)
+    with pytest.raises(ExtractError, match=r"a\.sqlite.*not a database.*move it away"):
+        ledger(data)
+
+
+def test_a_ledger_of_another_format_is_named(data):
+    db = sqlite3.connect(data / "ledger" / "a.sqlite")
+    db.executescript("CREATE TABLE meta (key, value); INSERT INTO meta VALUES ('fingerprint', '{}');")
+    db.close()
+    with pytest.raises(ExtractError, match="format 1, expected 2"):
+        read_ledgers(data, PRINT)
