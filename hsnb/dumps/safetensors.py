@@ -62,3 +62,18 @@ class SafetensorsDump(Dump):
     def states(self) -> torch.Tensor:
         with safe_open(self.path, "pt") as file:
             return file.get_tensor("hidden_states")
+
+
+def sort_header(path: Path) -> None:
+    """Rewrite a file's header in place with sorted keys: the same content is then the same bytes.
+
+    The safetensors package (0.4 to 0.7) writes its metadata in an order that differs from call to call.
+    """
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        tree = json.loads(file.read(size))
+        header = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(header) > size:
+            raise unreadable(path, f"a header of {size} bytes that takes {len(header)} when it is sorted")
+        file.seek(8)
+        file.write(header.ljust(size))

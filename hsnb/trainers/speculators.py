@@ -7,7 +7,6 @@ metadata that hsnb adds, and are given to the trainer as --target-layer-ids.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 from hsnb.dumps import UNKNOWN, Dump, open_dump
 from hsnb.dumps.dump import unreadable
-from hsnb.dumps.safetensors import SafetensorsDump
+from hsnb.dumps.safetensors import SafetensorsDump, sort_header
 from hsnb.trainers.folder import FileFolder, TrainingSample, make_sample
 from hsnb.trainers.layout import Layout, Row, Training, Written
 from hsnb.trainers.table import write_table
@@ -102,7 +101,7 @@ class SpeculatorsLayout(Layout):
     def save(self, path: Path, row: Row) -> None:
         meta = {**row.meta, "hsnb_format": "1", "boundaries": str(list(row.boundaries)), "final": row.final}
         save_file({"hidden_states": row.states, "token_ids": row.token_ids.contiguous()}, path, metadata=meta)
-        _sort_metadata(path)
+        sort_header(path)
 
     def read(self, path: Path):
         dump = SafetensorsDump(path)
@@ -127,18 +126,6 @@ class SpeculatorsLayout(Layout):
         # SGLang's drafter has no norm_before_residual, and speculators trains with it unless told not to.
         words += ["--no-norm-before-residual", "--save-path", f"{folder}-drafter"]
         return Training(shlex.join(words), (f"{missing:,} rows have no states and are left out",) if missing else ())
-
-
-def _sort_metadata(path: Path) -> None:
-    """Put the header's metadata in order: safetensors writes it in another order in each process, and the same row is to be the same bytes."""
-    with open(path, "rb+") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        if len(ordered) == size:
-            file.seek(8)
-            file.write(ordered)
 
 
 def _file(row: int) -> str:
