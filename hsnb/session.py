@@ -6,6 +6,8 @@ import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hsnb import probe
+from hsnb.errors import ParamsError
 from hsnb.params import Deployment
 from hsnb.paths import run_dir
 from hsnb.progress import Progress
@@ -16,7 +18,7 @@ _own: list[Server] = []  # of this process: one at most
 
 def deployment_of(p) -> Deployment:
     """Return the deployment that a notebook's parameters name, with `spool` put in when it is given."""
-    return Deployment.load(p.params, **({"server": {"spool": p.spool}} if p.spool else {}))
+    return Deployment.load(p.params, **({"server": {"spool": p.spool}} if p.spool and "," not in p.spool else {}))
 
 
 def open_server(p, deployment: Deployment, *, keep: bool = False) -> Server:
@@ -34,6 +36,35 @@ def open_server(p, deployment: Deployment, *, keep: bool = False) -> Server:
         _own.append(server)
         atexit.register(server.stop)
     return server
+
+
+def open_servers(p, deployment: Deployment, *, prove: bool = False) -> list[Server]:
+    """Attach to every server of `p.server_url`, a comma list, or start one.
+
+    `p.spool`, when it is given, has as many folders. `prove`: probe those that have no PASS yet. Raises as `open_server` does.
+    """
+    urls, spools = _words(p.server_url), _words(p.spool)
+    if len(urls) <= 1:
+        servers = [open_server(p, deployment)]
+    elif spools and len(spools) != len(urls):
+        raise ParamsError(
+            got=f"{len(spools)} spools for {len(urls)} servers",
+            expected="as many, in the same order, or none",
+            likely="a URL or a folder left out",
+            next="leave out spool: hsnb's own servers say where theirs is",
+        )
+    else:
+        close_server()
+        pairs = zip(urls, spools or [""] * len(urls), strict=True)
+        servers = [attach(url, spool=spool, expect=deployment) for url, spool in pairs]
+    if prove:
+        for server in servers:
+            probe.ensure(server)
+    return servers
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def close_server() -> None:
