@@ -7,10 +7,12 @@ completed here: `--p` becomes `-p`, the engine is named, and the output goes to 
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 
 from hsnb import notebook
 from hsnb.errors import HsnbError
+from hsnb.keep import output_for, promote
+from hsnb.progress import mirror
 
 # How many words each option of papermill 2.7.0 takes (0 for those not listed); a test compares this with click's own table.
 ARITY = {
@@ -59,8 +63,11 @@ class HsnbEngine:
             html = _html_path(nb.metadata.papermill.get("output_path"))
             if html is not None:
                 html.unlink(missing_ok=True)  # a run that is killed must not keep the report of an earlier one
+                if is_papermill(sys.argv, sys.orig_argv):  # it writes once more after this; hsnb run does it itself
+                    atexit.register(promote, html.with_suffix(".ipynb"), time.time())
             try:
-                return NBClientEngine.execute_notebook(nb, kernel_name, output_path=output_path, **kwargs)
+                with mirror():
+                    return NBClientEngine.execute_notebook(nb, kernel_name, output_path=output_path, **kwargs)
             except BaseException as error:
                 # papermill leaves a cell whose kernel died marked "completed", so the file alone would look like a success.
                 nb.metadata["hsnb"] = {"error": error_line(type(error).__name__, str(error))}
@@ -195,7 +202,8 @@ def given_parameters(line: Line) -> dict[str, Any]:
 
 
 def output_path(root: Path, source: Path, given: dict[str, Any]) -> Path:
-    """Return outputs/{run}/{name}.ipynb. A run or shard that is not valid gives the default's name: the engine refuses it."""
+    """Return outputs/{run}/{name}.ipynb, or a name beside it when a good run is there. A run or shard that is not valid gives the default's
+    name: the engine refuses it."""
     import nbformat
 
     name = notebook.stem(source)
@@ -206,7 +214,7 @@ def output_path(root: Path, source: Path, given: dict[str, Any]) -> Path:
     if not isinstance(run, str) or run != Path(run).name or run.startswith(".") or not run:
         run = notebook.declared(name)["run"]
     shard = shard if type(shard) is int and shard >= 0 else 0
-    return root / "outputs" / run / notebook.output_name(name, {"shard": shard})
+    return output_for(root / "outputs" / run / notebook.output_name(name, {"shard": shard}))
 
 
 def complete(args: Sequence[str]) -> list[str]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import html
+import json
+import os
+import socket
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 NOTEBOOK_INTERVAL_S = 0.5  # each update is a message that papermill handles and may save the notebook for
 PIPE_INTERVAL_S = 10.0
+ADDRESS = "HSNB_PROGRESS"  # the variable that tells a kernel where its process listens
+MOST_BYTES = 8192
 WINDOW_S = 60.0  # the rate is that of the last minute: the first requests of a server are slow and would spoil the ETA
 
 
@@ -152,10 +161,85 @@ class _Lines:
             sys.stderr.flush()
 
 
+class _Mirror:
+    """What a kernel shows, told to the process that runs the kernel as well, for its terminal (see `mirror`)."""
+
+    interval_s = NOTEBOOK_INTERVAL_S
+
+    def __init__(self, address: str):
+        self.display, self.address = _Display(), address
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def show(self, progress: Progress, *, last: bool) -> None:
+        self.display.show(progress, last=last)
+        names = ("done", "total", "unit", "desc", "note", "stopped")
+        tree = {name: getattr(progress, name) for name in names} | {"text": str(progress), "last": last}
+        with contextlib.suppress(OSError):  # nobody listens any more: the notebook has it
+            self.socket.sendto(json.dumps(tree).encode()[:MOST_BYTES], socket.MSG_DONTWAIT, self.address)
+        if last:
+            self.socket.close()
+
+
+@dataclass
+class _Shown:
+    """A loop of a kernel as its process was told of it; what a sink takes for the loop itself."""
+
+    done: int
+    total: int | None
+    unit: str
+    desc: str
+    note: str
+    stopped: bool
+    text: str
+    last: bool
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@contextlib.contextmanager
+def mirror() -> Iterator[None]:
+    """Show the progress of a kernel that this process starts on this process's terminal too, a bar or a line now and then.
+
+    papermill shows cells, and one cell may take a day. The kernel inherits the address of a socket and writes to it.
+    """
+    with tempfile.TemporaryDirectory(prefix="hsnb-") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        address = f"{folder}/progress"
+        listening.bind(address)
+        before, os.environ[ADDRESS] = os.environ.get(ADDRESS), address
+        teller = threading.Thread(target=_tell, args=(listening,), name="hsnb-progress", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            os.environ.pop(ADDRESS) if before is None else os.environ.__setitem__(ADDRESS, before)
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+                end.sendto(b"", address)
+            teller.join(5.0)
+
+
+def _tell(listening: socket.socket) -> None:
+    """Show what kernels say until an empty message comes."""
+    sink: _Sink | None = None
+    told = 0.0
+    while message := listening.recv(MOST_BYTES):
+        try:
+            shown: Any = _Shown(**json.loads(message))
+        except (ValueError, TypeError):
+            continue
+        if sink is None:
+            sink, told = (_Bar(shown) if sys.stderr.isatty() else _Lines()), time.monotonic()
+        if shown.last or time.monotonic() - told >= sink.interval_s:
+            told = time.monotonic()
+            sink.show(shown, last=shown.last)
+        if shown.last:
+            sink = None
+
+
 def _sink(progress: Progress) -> _Sink:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None  # a kernel has IPython loaded
     if getattr(shell, "kernel", None) is not None:
-        return _Display()
+        return _Mirror(address) if (address := os.environ.get(ADDRESS)) else _Display()
     return _Bar(progress) if sys.stderr.isatty() else _Lines()
 
 

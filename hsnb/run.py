@@ -41,6 +41,7 @@ def run_notebook(name_or_path: str | Path, parameters: Mapping[str, Any], *, cwd
     """
     from papermill import PapermillExecutionError, execute_notebook
 
+    from hsnb.keep import promote
     from hsnb.papermill_engine import output_path, project_of
     from hsnb.report import error_line
 
@@ -49,7 +50,7 @@ def run_notebook(name_or_path: str | Path, parameters: Mapping[str, Any], *, cwd
     target = output_path(project_of(source) or project_root(source.parent), source, dict(parameters))
     html = target.with_suffix(".html")
     html.unlink(missing_ok=True)
-    start = time.monotonic()
+    start, since = time.monotonic(), time.time()
     try:
         execute_notebook(
             _literal(source),
@@ -66,6 +67,8 @@ def run_notebook(name_or_path: str | Path, parameters: Mapping[str, Any], *, cwd
         error = error_line(failure.ename, failure.evalue)
     except Exception as failure:  # a dead kernel or a timeout: they leave an executed notebook too
         error = error_line(type(failure).__name__, str(failure))
+    target = promote(target, since)
+    html = target.with_suffix(".html")
     return RunResult(target, html if html.is_file() else None, not error, error, time.monotonic() - start)
 
 
