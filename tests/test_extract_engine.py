@@ -1,21 +1,33 @@
 """One shard on a real server: every sample once, verified, with its own rows; resumed, retried, and never mixed."""
 
 import json
+import os
+import shutil
+import signal
 import sqlite3
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 import xxhash
+import yaml
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
 from hsnb import extract, probe
+from hsnb.cli import main
 from hsnb.data import prepare
 from hsnb.dumps import open_dump
-from hsnb.errors import BoundaryError, ExtractError, ParamsError
+from hsnb.errors import BoundaryError, ExtractError, ParamsError, ServerError
+from hsnb.extract import asking
+from hsnb.extract.canary import Canary
 from hsnb.ledger import read_ledgers
+from hsnb.server import Server
+from hsnb.verify import verify
+from tests.conftest import SETTINGS
 from tests.helpers import prompt_ids, take
+from tests.project import make_project
 from tests.reference import relative_l2
 
 pytestmark = pytest.mark.engine("tiny")
@@ -72,7 +84,7 @@ def test_a_shard_is_what_the_server_gives(server, data):
         alone.path.unlink()
         tokens += published.num_tokens
     assert result.tokens == result.new_tokens == tokens
-    entries = read_ledgers(data.path / "ledger", json.loads((data.path / "hsnb.json").read_text())["fingerprint"])
+    entries = read_ledgers(data.path, json.loads((data.path / "hsnb.json").read_text())["fingerprint"])
     assert {r: e.xxh3_128 for r, e in entries.items()} == files(data)
     assert sum(e.bytes for e in entries.values()) == result.bytes == sum((data.path / e.file).stat().st_size for e in entries.values())
     about = json.loads((data.path / "hsnb.json").read_text())
@@ -98,8 +110,10 @@ def test_a_file_without_an_entry_does_not_count(server, data):
         db.execute("DELETE FROM done WHERE row = 4")
     (data.path / "hidden_states" / "hs_4.safetensors").write_bytes(b"half a file")
     (data.path / "hidden_states" / ".hs_4.999.tmp").write_bytes(b"left by a killed writer")
+    (data.path / "ledger" / "shard-0000-of-0004.parquet").unlink()  # as if it had been killed before the export
     again = run(server, data)
     assert (again.done_before, again.new_tokens) == (6, 25)
+    assert (data.path / "set-aside" / "hidden_states" / "hs_4.safetensors").read_bytes() == b"half a file"
     assert open_dump(data.path / "hidden_states" / "hs_4.safetensors").num_tokens == 25
     assert list((data.path / "hidden_states").glob(".*")) == []
 
@@ -128,10 +142,10 @@ def test_a_final_that_the_layout_cannot_hold_is_refused_before_anything_starts(s
 
 def damage(monkeypatch, times: int, edit) -> list[str]:
     """Change the dump of the sample of 25 tokens on disk, between the server and the client, `times` times."""
-    collect, hit = extract.collect, []
+    collect, hit = asking.acollect, []
 
-    def damaged(spool, rid, layout):
-        path = collect(spool, rid, layout)
+    async def damaged(spool, rid, layout):
+        path = await collect(spool, rid, layout)
         tensors = load_file(path)
         if len(tensors["token_ids"]) == 25 and len(hit) < times:
             hit.append(rid)
@@ -139,7 +153,7 @@ def damage(monkeypatch, times: int, edit) -> list[str]:
             save_file(edit({k: v.clone() for k, v in tensors.items()}), path, meta)
         return path
 
-    monkeypatch.setattr(extract, "collect", damaged)
+    monkeypatch.setattr(asking, "acollect", damaged)
     return hit
 
 
@@ -153,7 +167,7 @@ def test_a_damaged_dump_is_asked_for_again(server, data, monkeypatch):
     result = run(server, data)
     assert (len(hit), result.ok, result.samples) == (2, True, 7)
     fingerprint = json.loads((data.path / "hsnb.json").read_text())["fingerprint"]
-    assert {r: e.attempt for r, e in read_ledgers(data.path / "ledger", fingerprint).items() if e.attempt > 1} == {4: 3}
+    assert {r: e.attempt for r, e in read_ledgers(data.path, fingerprint).items() if e.attempt > 1} == {4: 3}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +195,7 @@ def test_a_sample_that_stays_damaged_is_owed_and_the_others_are_kept(edit, words
 
 def test_other_data_or_another_capture_is_refused(server, data, monkeypatch):
     run(server, data, limit=2)
-    monkeypatch.setattr(extract, "require_receipt", lambda server: None)  # the armed entry below is not the receipt's
+    monkeypatch.setattr("hsnb.extract.job.require_receipt", lambda server: None)  # the armed entry below is not the receipt's
     armed = server.armed
     try:
         server.armed = [replace(armed[0], boundaries=[1, 2, 3])]
@@ -206,7 +220,7 @@ def test_a_server_without_a_pass_is_refused(server, data):
 
 
 def test_what_must_not_start(server, data, monkeypatch):
-    monkeypatch.setattr(extract, "require_receipt", lambda server: None)  # the armed entries below are not the receipt's
+    monkeypatch.setattr("hsnb.extract.job.require_receipt", lambda server: None)  # the armed entries below are not the receipt's
     with pytest.raises(ParamsError, match=r"0\.\.3 \(4 shards\)"):
         run(server, data, shard=4)
     with pytest.raises(ParamsError, match="layout is 'spec'"):
@@ -232,3 +246,122 @@ def test_what_must_not_start(server, data, monkeypatch):
 def test_any_bound_on_what_is_in_flight_gives_the_same_rows(in_flight, server, data):
     result = run(server, data, shard=3, in_flight_tokens=in_flight)
     assert (result.ok, result.samples, sorted(files(data))) == (True, 7, [3, 7, 11, 15, 19, 23, 27])
+
+
+def test_one_request_in_flight_gives_the_same_bytes_each_time(server, data):
+    run(server, data, in_flight_tokens=1)
+    once = files(data)
+    for path in [*(data.path / "hidden_states").iterdir(), *(data.path / "ledger").iterdir()]:
+        path.unlink()
+    run(server, data, in_flight_tokens=1)
+    assert files(data) == once
+
+
+def test_the_canary_is_the_same_on_this_server_and_another_prompt_is_not(server, data):
+    result = run(server, data, shard=1)
+    assert (result.canaries, result.canaries_blurred, result.other_requests) == (2, 0, 0)
+    canary = Canary.load(data.path / "ledger", "float32")
+    first = open_dump(next((data.path / "ledger").glob("canary*.safetensors")))
+    other = take(server, prompt_ids(first.num_tokens, 500, seed=99))
+    check = canary.check(other)
+    other.path.unlink()
+    assert not check.ok and "canary" in check.name and float(check.value.split()[0]) > 0.1
+    assert canary.check(first).ok
+
+
+# -- verify and redo ---------------------------------------------------------------------------------------------------
+
+
+def test_what_verify_finds_redo_mends(server, data, tmp_path, monkeypatch):
+    """A flipped bit, a truncated file, a file of another run, a sample with NaN, a file that is gone, and one that is nobody's."""
+    project = make_project(tmp_path / "project")
+    (project / "params" / "all.yaml").write_text(yaml.safe_dump(SETTINGS["tiny"]))
+    monkeypatch.setenv("HSNB_ROOT", str(project))
+    run_folder = project / "outputs" / "x"
+    run_folder.mkdir()
+    data.path.rename(run_folder / "data")
+    data = replace(data, path=run_folder / "data")
+    extract.run(server, data, num_shards=1)
+    good, states = files(data), data.path / "hidden_states"
+    assert verify(data.path).ok
+
+    flipped = bytearray((states / "hs_3.safetensors").read_bytes())
+    flipped[-7] ^= 1
+    (states / "hs_3.safetensors").write_bytes(flipped)
+    os.truncate(states / "hs_5.safetensors", 1000)
+    (states / "hs_7.safetensors").write_bytes((states / "hs_9.safetensors").read_bytes())
+    tensors, meta = load_file(states / "hs_11.safetensors"), open_dump(states / "hs_11.safetensors").metadata
+    tensors["hidden_states"][4, 2, 1] = float("nan")
+    save_file(tensors, states / "hs_11.safetensors", meta)
+    (states / "hs_13.safetensors").unlink()
+    (states / "hs_999.safetensors").write_bytes(b"whose?")
+
+    assert main(["verify", str(run_folder), "--keep", "--json"]) == 1
+    kept = verify(data.path, keep=True)
+    assert sorted(kept.damaged) == [3, 5, 7, 11, 13] and kept.foreign == ["hidden_states/hs_999.safetensors"]
+    assert "its checksum is" in kept.damaged[3] and "a flipped bit" in kept.damaged[3]
+    assert "truncated" in kept.damaged[5] and "1,000 bytes" in kept.damaged[5]
+    assert "token echo is other ids" in kept.damaged[7] or "rows is" in kept.damaged[7]
+    assert "finite rows is 1 bad, first: row 4 of B_2" in kept.damaged[11]
+    assert kept.damaged[13] == "its file is gone"
+    assert read_ledgers(data.path).keys() == good.keys()  # only reported
+
+    assert main(["verify", str(run_folder)]) == 1
+    assert sorted(read_ledgers(data.path)) == sorted(good.keys() - {3, 5, 7, 11, 13})
+    assert main(["redo", "params/all.yaml", "--run", "x", "--server", server.url, "--json"]) == 0
+    (states / "hs_999.safetensors").unlink()
+    assert main(["verify", str(data.path)]) == 0
+    assert {r: h for r, h in files(data).items() if r not in (3, 5, 7, 11, 13)} == {
+        r: h for r, h in good.items() if r not in (3, 5, 7, 11, 13)
+    }
+    for row in (3, 5, 7, 11, 13):
+        assert relative_l2(open_dump(states / f"hs_{row}.safetensors").states(), load_states(server, data, row)).max() < 2**-8
+    assert main(["redo", "params/all.yaml", "--run", "x"]) == 0  # nothing is owed: no server is started
+
+
+def load_states(server, data, row):
+    dump = take(server, load_from_disk(str(data.path))[row]["input_ids"].tolist())
+    states = dump.states()
+    dump.path.unlink()
+    return states
+
+
+# -- several servers, lost servers -------------------------------------------------------------------------------------
+
+
+def test_two_servers_share_a_shard_and_one_that_is_lost_is_started_again(server, data, tmp_path, engine_starts):
+    """The second one is killed while it works: it comes back with a new receipt, and nothing is done twice."""
+    with Server.start(server.deployment, log_dir=tmp_path) as second:
+        engine_starts.note("tiny, a second server", second.sglang_version)
+        probe.ensure(second)
+        first_url = second.url
+
+        async def killed(spool, rid, layout):
+            path = await collect(spool, rid, layout)
+            if "canary" not in rid and str(spool).endswith(str(second.port)):
+                hit.append(rid)
+                if len(hit) == 2:
+                    psutil.Process(second.armed[0].pid).kill()
+            return path
+
+        collect, hit = asking.acollect, []
+        asking.acollect = killed
+        try:
+            result = run([server, second], data, num_shards=1)
+        finally:
+            asking.acollect = collect
+        engine_starts.note("tiny, a second server again", second.sglang_version)
+        assert (result.ok, result.restarts, result.samples) == (True, 1, SAMPLES - 1)
+        assert second.running() and second.url != first_url
+        assert probe.require_receipt(second).verdict == "PASS"
+        assert verify(data.path).ok
+        by = {e.server for e in read_ledgers(data.path).values()}
+        assert server.url in by and len(by) >= 2
+        assert list(second.spool.glob("*.safetensors")) == []
+
+        os.kill(second.armed[0].pid, signal.SIGSTOP)  # a hang: the port answers, nothing runs
+        late = replace(data, path=tmp_path / "late")
+        shutil.copytree(data.path, late.path, ignore=shutil.ignore_patterns("hs_*", "ledger"))
+        with pytest.raises(ServerError, match=r"no forward for 3 s while \d+ requests wait"):
+            extract.run(second, late, num_shards=4, limits=extract.Limits(hang_s=3, restarts=0))
+        os.kill(second.armed[0].pid, signal.SIGCONT)

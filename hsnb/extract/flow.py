@@ -15,6 +15,7 @@ from hsnb.params import ExtractParams
 
 SPOOL_SHARE = 0.5  # of the spool's free bytes that requests in flight may need: others use /dev/shm too
 MAX_REQUESTS = 256  # in the server at once
+MAX_DUMPS = 256  # answered and not published yet: writers that are this far behind are not helped by more
 HEADER = 8192  # bytes of a dump besides states and ids, at most
 WINDOW_S = 300.0  # of the rate that forecasts look at
 SPOOL_FLOOR, OUTPUT_FLOOR, FLOOR_SHARE = 1 << 30, 10 << 30, 0.05
@@ -76,7 +77,7 @@ class Flow:
         self.longest = min(pool, int(info.get("context_length") or pool)) - 1  # one token is answered
         self.given = in_flight_tokens
         self.disk = Disk(self.spool, limits.spool_floor, SPOOL_FLOOR)
-        self.tokens = self.requests = 0  # in the server
+        self.tokens = self.requests = self.dumps = 0  # in the server; answered and not freed
         self.asked = self.held = 0  # bytes of dumps that may still be written, and of those that are there
 
     def need(self, tokens: int) -> int:
@@ -84,10 +85,12 @@ class Flow:
         return tokens * self.token_bytes + HEADER
 
     def full(self, tokens: int) -> str:
-        """Return why a request of `tokens` must wait: "engine" or "spool"; "" when it may go."""
+        """Return why a request of `tokens` must wait: "engine", "writers" or "spool"; "" when it may go."""
         busy = self.requests or self.held
         if self.requests and (self.tokens + tokens > self.most_tokens or self.requests >= self.most_requests):
             return "engine"
+        if self.dumps >= MAX_DUMPS:
+            return "writers"
         if self.given and self.held and self.tokens + self.held // self.token_bytes + tokens > self.given:
             return "engine"  # a bound that was asked for holds until the dump is freed
         need, free = self.need(tokens), shutil.disk_usage(self.spool).free
@@ -105,10 +108,10 @@ class Flow:
 
     def answered(self, tokens: int) -> None:
         self.tokens, self.requests = self.tokens - tokens, self.requests - 1
-        self.asked, self.held = self.asked - self.need(tokens), self.held + self.need(tokens)
+        self.asked, self.held, self.dumps = self.asked - self.need(tokens), self.held + self.need(tokens), self.dumps + 1
 
     def freed(self, tokens: int) -> None:
-        self.held -= self.need(tokens)
+        self.held, self.dumps = self.held - self.need(tokens), self.dumps - 1
 
 
 def check_fits(flow: Flow, rows, lengths) -> None:

@@ -157,12 +157,12 @@ class Worker(threading.Thread):
         tokens, since = self.work.lengths[row], None
         while not self.work.stopping.is_set():
             why = self.flow.full(tokens) or ("output" if self.job.size_of(tokens) > self.job.disk.room() else "")
-            if why in ("", "engine"):
+            if why not in ("spool", "output"):
                 self._pause("")
             if not why:
                 return
             before = time.monotonic()
-            if why != "engine" and not flying:  # nothing of ours will make room
+            if why in ("spool", "output") and not flying:  # nothing of ours will make room
                 disk, since = self.flow.disk if why == "spool" else self.job.disk, since or before
                 self._pause(f"the {'spool' if why == 'spool' else 'output disk'} is full: {disk.words()}")
                 if before - since > self.limits.patience_s:

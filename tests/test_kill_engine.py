@@ -1,0 +1,250 @@
+"""SIGKILL at fifty random moments over one shard: the client forty times, the real server ten, once while it starts.
+
+In the end the same samples, each once, in files that never changed once they were there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from datasets import load_from_disk
+
+from hsnb import extract, probe
+from hsnb.data import load_prepared, prepare
+from hsnb.dumps import open_dump
+from hsnb.extract.output import checksum
+from hsnb.ledger import files as ledger_files
+from hsnb.ledger import read_ledgers
+from hsnb.params import Deployment
+from hsnb.server import Server
+from hsnb.trainers import speculators
+from hsnb.verify import verify
+from tests.project import environment, make_project, tiny_params
+from tests.reference import relative_l2
+from tests.zygote import Zygote
+
+pytestmark = [pytest.mark.engine("tiny, killed"), pytest.mark.timeout(1200)]
+
+SAMPLES, CLIENT_KILLS, SERVER_KILLS, SEVERAL_KILLS = 700, 40, 10, 6
+SEED = 20261130
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    folder = make_project(tmp_path_factory.mktemp("kill") / "project")
+    tiny_params(folder, SAMPLES, 16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deployment(project) -> Deployment:
+    return Deployment.load(project / "params" / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def zygote(project):
+    zygote = Zygote({**environment(), "HSNB_ROOT": str(project)})
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def float32(monkeypatch):
+    """Publish float32 here too, as the zygote's clients do."""
+    monkeypatch.setattr(speculators, "DTYPE", torch.float32)
+
+
+def data_of(project: Path, run: str) -> Path:
+    return project / "outputs" / run / "data"
+
+
+def make_run(project: Path, deployment: Deployment, run: str) -> Path:
+    """Prepare a run's data; every run has the same."""
+    folder = data_of(project, run)
+    if data_of(project, "calm").exists():
+        folder.parent.mkdir()
+        shutil.copytree(
+            data_of(project, "calm"), folder, ignore=shutil.ignore_patterns("hidden_states", "ledger", "hsnb.json", "*.sqlite*")
+        )
+    else:
+        prepare(deployment, folder)
+    return folder
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Return {file: xxh3-128} of everything that is published."""
+    return {p.name: checksum(p) for p in (folder / "hidden_states").glob("hs_*.safetensors")} if folder.exists() else {}
+
+
+class Client:
+    """Clients of one run on one server, forked one after the other."""
+
+    def __init__(self, project: Path, zygote: Zygote, server: Server, run: str, *options: str):
+        self.zygote, self.log = zygote, project / f"{run}.log"
+        self.args = ["params/tiny.yaml", "--run", run, "--num-shards", "1", "--server", server.url, *options]
+
+    def whole(self) -> float:
+        """Run one to its end and return the seconds it took."""
+        before = time.monotonic()
+        pid = self.zygote.start(self.args, self.log)
+        assert self.zygote.wait(pid) == 0, self.log.read_text()[-3000:]
+        return time.monotonic() - before
+
+    def killed(self, after_s: float) -> None:
+        pid = self.zygote.start(self.args, self.log)
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        status = self.zygote.wait(pid)
+        assert status == -signal.SIGKILL, self.log.read_text()[-3000:]
+
+
+def unchanged(before: dict[str, str], now: dict[str, str]) -> None:
+    """A published file is there for good, and the same."""
+    assert {name: now.get(name) for name in before} == before
+
+
+def window(startup_s: float, rate: float, kills: int, share: float) -> float:
+    """Return w so that `kills` clients, killed at uniform(0, w), publish about `share` of the shard between them."""
+    w = startup_s
+    while kills * rate * (w - startup_s) ** 2 / (2 * w) < share * SAMPLES and w < startup_s + 30:
+        w += 0.05
+    return w
+
+
+def kill_clients(client: Client, folder: Path, kills: int, longest_s: float, rng: random.Random) -> int:
+    """Kill `kills` clients at random moments; return how many of them had published something new."""
+    published, busy = sums(folder), 0
+    for _ in range(kills):
+        client.killed(rng.uniform(0.0, longest_s))
+        now = sums(folder)
+        unchanged(published, now)
+        busy += len(now) > len(published)
+        published = now
+    assert len(published) < SAMPLES, "the shard was whole before the last kill: they were not spread over it"
+    return busy
+
+
+def whole(folder: Path, spool: Path) -> None:
+    """Every sample once, entered once, with its own token ids and rows, and nothing beside."""
+    table, data = load_from_disk(str(folder)), load_prepared(folder)
+    rows = [int(r) for p in ledger_files(folder) for r in _rows(p)]
+    assert sorted(rows) == list(range(SAMPLES))
+    found = verify(folder)
+    assert found.ok, found.text()
+    for row, entry in read_ledgers(folder).items():
+        dump = open_dump(folder / entry.file)
+        assert torch.equal(dump.token_ids, table[row]["input_ids"]) and dump.num_tokens == data.lengths[row]
+    assert sorted(p.name for p in (folder / "hidden_states").iterdir()) == sorted(f"hs_{r}.safetensors" for r in range(SAMPLES))
+    assert not (folder / ".staging").exists() and not (folder / "set-aside").exists()
+    assert list(spool.glob("*.safetensors")) == []
+
+
+def _rows(path: Path) -> list[int]:
+    import sqlite3
+
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM moving").fetchone()[0] == 0
+        return [row for (row,) in db.execute("SELECT row FROM done")]
+
+
+def test_fifty_kills_over_one_shard(project, deployment, zygote, engine, engine_starts, float32, tmp_path, monkeypatch):
+    monkeypatch.setenv("HSNB_ROOT", str(project))
+    engine.stop()
+    rng = random.Random(SEED)
+    calm, torn, several = (make_run(project, deployment, run) for run in ("calm", "torn", "several"))
+    with Server.start(deployment, log_dir=tmp_path) as server:
+        engine_starts.note("tiny, whose clients are killed", server.sglang_version)
+        probe.ensure(server)
+        spool = set(server.spool.iterdir())
+
+        undisturbed = Client(project, zygote, server, "calm", "--in-flight-tokens", "1")
+        seconds = undisturbed.whole()
+        nothing = undisturbed.whole()  # what a client takes that has nothing to do
+        rate = SAMPLES / max(seconds - nothing, 0.1)
+        whole(calm, server.spool)
+
+        longest = window(nothing, rate, CLIENT_KILLS, share=0.6)
+        client = Client(project, zygote, server, "torn", "--in-flight-tokens", "1")
+        busy = kill_clients(client, torn, CLIENT_KILLS, longest, rng)
+        assert busy > CLIENT_KILLS / 4
+
+        many = Client(project, zygote, server, "several")
+        kill_clients(many, several, SEVERAL_KILLS, window(nothing, 3 * rate, SEVERAL_KILLS, share=0.4), rng)
+        many.whole()
+        whole(several, server.spool)
+        assert set(server.spool.iterdir()) == spool
+
+    print(f"{SAMPLES} samples in {seconds:.1f} s, {nothing:.1f} s of it the start; clients killed within {longest:.1f} s, {busy} of them at work; "
+          f"{len(sums(torn))} samples published by then")  # fmt: skip
+    starts = kill_servers(deployment, torn, tmp_path, rng)
+    for n in range(starts):
+        engine_starts.note(f"tiny, killed {n}", deployment.name and json.loads((torn / "hsnb.json").read_text())["fingerprint"]["sglang"])
+
+    assert sums(torn) == sums(calm)  # byte for byte
+    for name in sums(calm):
+        a, b = (open_dump(folder / "hidden_states" / name).states() for folder in (calm, several))
+        assert relative_l2(b, a).max() < 1e-5
+
+
+def kill_servers(deployment: Deployment, folder: Path, log_dir: Path, rng: random.Random) -> int:
+    """Extract the rest on a server of our own, killed SERVER_KILLS times, once while it starts; return how often it was started."""
+    data, killed, trouble = load_prepared(folder), [], []
+    with Server.start(deployment, log_dir=log_dir) as server:
+        probe.ensure(server)
+        over = threading.Event()
+
+        def killer() -> None:
+            last = 0
+            try:
+                while len(killed) < SERVER_KILLS and not over.is_set():
+                    if len(killed) == SERVER_KILLS // 2:  # this time before it is ready
+                        pid, published = wait_for_scheduler(not_pid=last, over=over), sums(folder)
+                    else:
+                        while server.armed[0].pid == last and not over.wait(0.02):
+                            pass
+                        over.wait(rng.uniform(0.0, 2.0))
+                        pid, published = rng.choice([server.armed[0].pid, server.pid]), sums(folder)
+                        last = server.armed[0].pid
+                    if over.is_set():
+                        break
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    time.sleep(0.2)
+                    unchanged(published, sums(folder))
+            except BaseException as error:
+                trouble.append(error)
+
+        thread = threading.Thread(target=killer, daemon=True)
+        thread.start()
+        result = extract.run(server, data, num_shards=1, in_flight_tokens=1, limits=extract.Limits(restarts=20, hang_s=30))
+        over.set()
+        thread.join(10)
+        assert not trouble, trouble
+        assert len(killed) == SERVER_KILLS, "the shard was whole before the last kill"
+        assert result.ok and result.restarts >= SERVER_KILLS
+        whole(folder, server.spool)
+        assert server.running() and probe.require_receipt(server).verdict == "PASS"
+    return result.restarts
+
+
+def wait_for_scheduler(not_pid: int, over: threading.Event) -> int:
+    """Return the pid of a scheduler of ours that is not ready yet."""
+    while not over.wait(0.05):
+        for process in psutil.Process().children(recursive=True):
+            try:
+                name = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if "sglang::scheduler" in name and process.pid != not_pid:
+                return process.pid
+    return 0
