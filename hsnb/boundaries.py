@@ -45,6 +45,16 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     return check_boundaries([2, num_layers // 2, num_layers - 3], num_layers)
 
 
+def late(boundaries: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return the boundaries one later each: what is captured when an id is counted from the other side of its layer."""
+    return check_boundaries([b + 1 for b in check_boundaries(boundaries, num_layers)], num_layers)
+
+
+def telling_boundaries(num_layers: int) -> tuple[int, ...]:
+    """Return B_1, B_5 and B_{L-1}: a triple at which one boundary late is plain to see, because B_{L-1} and B_L differ most."""
+    return check_boundaries([1, min(5, num_layers - 2), num_layers - 1], num_layers)
+
+
 @dataclass(frozen=True)
 class Convention:
     """How one tool numbers the states it names: `to(ids, family)` and `back(boundaries, family)`; `source` says who says so."""

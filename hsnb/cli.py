@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (help, reference)
     "identify": ("say which boundaries a folder of training files holds, and what a drafter would be fed", "hsnb.commands.identify"),
     "export": ("write a folder of training files in another trainer's layout", "hsnb.commands.export"),
     "training": ("say how to train on a folder, and write its draft vocabulary", "hsnb.commands.training"),
+    "drafter": ("convert a trained drafter for SGLang, check what it is fed, predict its accept length", "hsnb.commands.drafter"),
     "run": ("run a notebook, or one after the other for a range of shards", "hsnb.run"),
     "verify": ("re-check every file of a data set, checksums included, and exit by what was found", "hsnb.commands.verify"),
     "redo": ("extract what is owed: samples that failed, and those that verify took off", "hsnb.commands.redo"),

@@ -2,7 +2,16 @@
 
 import pytest
 
-from hsnb.boundaries import CONVENTIONS, check_boundaries, default_boundaries, from_boundaries, model_family, to_boundaries
+from hsnb.boundaries import (
+    CONVENTIONS,
+    check_boundaries,
+    default_boundaries,
+    from_boundaries,
+    late,
+    model_family,
+    telling_boundaries,
+    to_boundaries,
+)
 from hsnb.errors import BoundaryError
 
 KIMI = {"num_layers": 61, "family": "deepseek"}
@@ -33,6 +42,14 @@ def test_what_is_no_boundary_is_refused(given, words):
 def test_the_default_is_the_canonical_triple():
     assert default_boundaries(61) == (2, 30, 58)
     assert default_boundaries(30) == (2, 15, 27)
+
+
+def test_one_late_and_where_it_shows_most():
+    assert late([2, 15, 27], 30) == (3, 16, 28)
+    assert telling_boundaries(30) == (1, 5, 29) and late(telling_boundaries(30), 30) == (2, 6, 30)
+    assert telling_boundaries(61) == (1, 5, 60)
+    with pytest.raises(BoundaryError, match=r"each in 0\.\.30"):
+        late([2, 30], 30)
 
 
 @pytest.mark.parametrize(

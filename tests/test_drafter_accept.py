@@ -226,6 +226,9 @@ def test_teacher_top1(tmp_path, target, states):
     best = (head / head.norm(dim=1, keepdim=True))[ids.roll(-1)] * 10  # points at the next token's own embedding
     stored["hidden_states"][:, -1] = best.bfloat16()
     save_file(stored, path)
-    right = teacher_top1(states, limit=1)
-    assert right.total == 33 and right.share > 0.9
-    assert teacher_top1(states, limit=1, column=0).share < 0.3
+    got = teacher_top1(states, limit=1, wrong=True)
+    assert got.total == 33 and list(got.shares) == ["B_8", "norm(B_8)", "B_6"]
+    assert got.right > 0.9 and got.shares["B_6"] < 0.3
+    assert teacher_top1(states, limit=1).shares == {"B_8": got.right}
+    good, *others = got.checks()
+    assert good.ok == (got.right > 0.99) and [c.ok for c in others] == [share < 0.6 for share in list(got.shares.values())[1:]]

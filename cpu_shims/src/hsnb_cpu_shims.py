@@ -37,7 +37,7 @@ def install():
 
 
 def register():
-    """SGLang's plug-in entry point: DeepSeek's MLA on torch_native, GGUF weights dequantised, MiniMax-M2's norms in torch."""
+    """SGLang's plug-in entry point: DeepSeek's MLA on torch_native, drafters, GGUF weights dequantised, MiniMax-M2's norms."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
@@ -49,6 +49,10 @@ def register():
 
     for function in (rms_sumsq_serial, rms_apply_serial):
         HookRegistry.register(f"sglang.srt.models.minimax_m2.{function.__name__}", function, HookType.REPLACE)
+
+    import hsnb_cpu_speculation
+
+    hsnb_cpu_speculation.install()
 
 
 def rms_sumsq_serial(q, k):

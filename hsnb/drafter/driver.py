@@ -1,6 +1,6 @@
-"""Runs in the trainers' environment, as a program: the real speculators classes, driven by one JSON request on stdin.
+"""Runs in the trainers' environment, as a program: the real speculators classes, driven by JSON requests on stdin, one a line.
 
-    python driver.py < request.json      one JSON object a line on stdout: begin, step, done; or error
+    python driver.py      answers each with JSON objects, one a line on stdout: begin, step, done; or error
 
 It imports nothing of hsnb, which is not installed there, and hsnb never imports it. Written for speculators 0.9.0: ArrowDataset,
 CollateFn, shift_batch, Eagle3DraftModel, build_optimizers. `mode` train: a short training; load: read a folder with its classes and
@@ -9,10 +9,12 @@ count what it drops; drafts: the tokens that a saved drafter drafts, to compare 
 
 import json
 import os
+import queue
 import random
 import sys
 import threading
 import time
+import traceback
 import warnings
 from types import SimpleNamespace
 
@@ -26,14 +28,24 @@ def say(**what):
     sys.__stdout__.flush()
 
 
-def end_with_parent():
-    """Leave when the parent's end of the pipe is closed: a killed notebook must not leave a training behind."""
+def requests():
+    """Yield what the parent asks for; leave at once when its end of the pipe closes: a killed notebook must leave no training behind."""
+    asked, busy = queue.Queue(), threading.Event()
 
-    def wait():
-        sys.stdin.buffer.read()
-        os._exit(3)
+    def read():
+        rest = b""
+        while part := os.read(0, 1 << 16):  # not through sys.stdin, whose lock would be held at the interpreter's end
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                asked.put(json.loads(line))
+        os._exit(3 if busy.is_set() else 0)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        busy.clear()
+        request = asked.get()
+        busy.set()
+        yield request
 
 
 def open_data(request, folder):
@@ -63,7 +75,8 @@ def load(request):
             dropped += 1
             continue
         columns = item["hidden_states"].shape[-1] // item["verifier_last_hidden_states"].shape[-1]
-        collate = CollateFn(request["max_length"], item["verifier_last_hidden_states"].shape[-1], columns, torch.float32, shift_batch)
+        width = item["verifier_last_hidden_states"].shape[-1]
+        collate = CollateFn(len(item["input_ids"]), width, columns, torch.float32, shift_batch)
         batch = collate([item])
         shapes.add((columns, tuple(batch["verifier_last_hidden_states"].shape[2:])))
         tokens += len(item["input_ids"])
@@ -129,7 +142,7 @@ def train(request):
                 continue
             used += lengths[row] - 1
             picked.append(item)
-        return {key: value for key, value in collate(picked).items() if key != "error_records"}
+        return {key: value for key, value in collate(picked).items() if key != "error_records"}, used
 
     how = {"loss_fn": "kl_div", "loss_implementation": "eager", "ttt_steps": request["ttt_steps"], "ttt_step_loss_decay": 1.0}
     kwargs, _ = Eagle3DraftModel.get_trainer_kwargs(**how)
@@ -147,15 +160,15 @@ def train(request):
         for optimizer, initial in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
                 group["lr"] = rate * min(1.0, (step + 1) / request["warmup_steps"]) * max(0.05, 1.0 - done)
-        packed = batch()
+        packed, used = batch()
         _, loss, _ = model(**packed, **kwargs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        trained += int(packed["lengths"].sum())
-        say(event="step", step=step + 1, loss=loss.item(), tokens=trained, seconds=time.monotonic() - begin)
+        trained += used
+        say(event="step", step=step + 1, loss=loss.item(), tokens=trained, seconds=time.monotonic() - begin, cpu=time.process_time())
     model.save_pretrained(request["out"])
     own = validate(model, request) if request["validate"] else {}
     say(event="done", dropped=dropped, validation=own, out=request["out"])
@@ -220,18 +233,17 @@ def drafts(request):
 
 
 def main():
-    request = json.loads(sys.stdin.readline())
-    end_with_parent()
     sys.stdout = sys.stderr  # libraries that print must not get between the lines
     warnings.filterwarnings("ignore")
-    try:
-        from loguru import logger
+    for request in requests():
+        try:
+            from loguru import logger
 
-        logger.remove()
-        {"train": train, "load": load, "drafts": drafts}[request["mode"]](request)
-    except BaseException as error:
-        say(event="error", error=f"{type(error).__name__}: {error}")
-        raise
+            logger.remove()
+            {"train": train, "load": load, "drafts": drafts}[request["mode"]](request)
+        except Exception as error:
+            traceback.print_exc()
+            say(event="error", error=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

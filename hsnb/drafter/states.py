@@ -39,6 +39,7 @@ class Sample:
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    row: int = -1  # of the data set that it was taken from
 
     @property
     def ids(self) -> list[int]:
@@ -159,11 +160,20 @@ def take(server, samples: Sequence[Sample], out: Path) -> StatesFolder:
     return open_states(out)
 
 
-def choose(source: StatesFolder, out: Path, aux: Sequence[int], *, normed: bool = False, rows: Sequence[int] | None = None) -> StatesFolder:
+def choose(
+    source: StatesFolder,
+    out: Path,
+    aux: Sequence[int],
+    *,
+    normed: bool = False,
+    rows: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> StatesFolder:
     """Write a copy of `source` with the aux columns `aux` (boundaries) and its final state, all rows or `rows`, numbered anew.
 
-    `normed` stores norm(B_L) where the trainer expects B_L: the mistake whose cost is measured, and labelled "post". Raises
-    DataError for a boundary that `source` does not have.
+    `lengths` cuts row by row: the states of a text's beginning are the beginning of its states. `normed` stores norm(B_L) where
+    the trainer expects B_L: the mistake whose cost is measured, and labelled "post". Raises DataError for a boundary that `source`
+    does not have.
     """
     aux = check_boundaries(aux, source.num_layers)
     if missing := sorted(set(aux) - set(source.boundaries)):
@@ -175,7 +185,7 @@ def choose(source: StatesFolder, out: Path, aux: Sequence[int], *, normed: bool 
     samples = []
     (out / "hidden_states").mkdir(parents=True)
     for n, row in enumerate(rows):
-        ids, mask, states = source.read(row)
+        ids, mask, states = (tensor[: lengths[n]] if lengths else tensor for tensor in source.read(row))
         final = head.normed(states[:, -1]).to(states.dtype) if head else states[:, -1]
         kept = torch.cat([states[:, columns], final[:, None]], 1).contiguous()
         meta = {"hsnb_format": "1", "boundaries": str(list(aux)), "final": "post" if normed else source.final}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import selectors
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -117,15 +118,19 @@ def train(
     seed: int = 0,
     validate: StatesFolder | None = None,
     progress: Callable[[int, float], None] | None = None,
+    driver: Driver | None = None,
 ) -> Training:
     """Train an EAGLE-3 drafter on `states` with speculators' own classes and save it to `out`.
 
     `validate`: held-out states with the same columns, for the trainer's own metrics. `progress(step, loss)` is called at every
-    step. Raises ModelError with the trainer's own words when it fails, ParamsError when its environment is not there.
+    step. `driver`: one that runs already (its imports take longer than a short training). Raises ModelError with the trainer's own
+    words when it fails, ParamsError when its environment is not there.
     """
-    recipe = recipe or Recipe()
+    if driver is None:
+        with Driver(out.with_name(f"{out.name}.log")) as own:
+            return train(states, out, recipe, seed=seed, validate=validate, progress=progress, driver=own)
     request = {
-        **recipe.request(),
+        **(recipe or Recipe()).request(),
         "mode": "train",
         "data": str(states.path),
         "out": str(out),
@@ -135,7 +140,7 @@ def train(
         "validate": str(validate.path) if validate else "",
     }
     losses, tokens, samples, begin, last = [], 0, 0, time.monotonic(), {}
-    for line in run_driver(request, out.with_name(f"{out.name}.log")):
+    for line in driver.run(request):
         if line["event"] == "begin":
             samples = line["samples"]
         elif line["event"] == "step":
@@ -143,79 +148,86 @@ def train(
             tokens = line["tokens"]
             if progress:
                 progress(line["step"], line["loss"])
-        elif line["event"] == "done":
+        else:
             last = line
     seconds = time.monotonic() - begin
     return Training(out, states.path, states.boundaries, seed, tuple(losses), tokens, seconds, samples, last["dropped"], last["validation"])
 
 
-def load_with_trainer(folder: Path, rows: list[int] | None = None) -> dict:
+def load_with_trainer(folder: Path, rows: list[int] | None = None, driver: Driver | None = None) -> dict:
     """Read a folder with the trainer's own data set and collate function: samples, dropped, tokens, trained, columns."""
-    request = {"mode": "load", "data": str(folder), "max_length": 131072, "rows": rows}
-    *_, last = run_driver(request, None)
+    if driver is None:
+        with Driver() as own:
+            return load_with_trainer(folder, rows, own)
+    *_, last = driver.run({"mode": "load", "data": str(folder), "max_length": 131072, "rows": rows})
     return {k: v for k, v in last.items() if k != "event"}
 
 
-def run_driver(request: dict, log: Path | None) -> Iterator[dict]:
-    """Run the driver on `request` and yield what it says; it is ended with this iterator, and with this process.
+class Driver:
+    """The program driver.py in the trainers' environment: a context manager; it ends with it, and with this process however that ends."""
 
-    Raises ModelError when it says that it failed, ends without a last word, or is silent for SILENT_S seconds.
-    """
-    driver = Path(__file__).with_name("driver.py")
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    if log:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log or os.devnull, "w") as errors:
-        process = subprocess.Popen(
-            [trainers_python(), "-u", driver],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=env,
-            start_new_session=True,
-        )
-        done = False
+    def __init__(self, log: Path | None = None):
+        self.log = log
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Driver:
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve whatever else runs on a small machine
+        if self.log:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log or os.devnull, "w") as errors:
+            self._process = subprocess.Popen(
+                [trainers_python(), "-u", Path(__file__).with_name("driver.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=env,
+                start_new_session=True,
+            )
+        self._rest = b""
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._process.stdin.close()  # it leaves by itself
         try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()  # and left open: the driver leaves when it closes
-            for text in _lines(process):
-                line = json.loads(text)
-                if line["event"] == "error":
-                    raise _failed(line["error"], log)
-                done = done or line["event"] == "done"
-                yield line
-            if not done:
-                raise _failed(f"it ended with status {process.wait()}", log)
-        finally:
-            process.stdin.close()
-            if process.poll() is None and not done:
-                process.kill()
-            process.wait()
-            process.stdout.close()
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
+    def run(self, request: dict) -> Iterator[dict]:
+        """Yield what it says to `request`, the last being "done".
 
-def _lines(process: subprocess.Popen) -> Iterator[str]:
-    """Yield the driver's lines. Raises ModelError after SILENT_S seconds without one."""
-    import selectors
-
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        buffered = ""
+        Raises ModelError when it says that it failed, ends, or is silent for SILENT_S seconds.
+        """
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
         while True:
-            if not selector.select(SILENT_S):
-                raise _failed(f"silent for {SILENT_S:.0f} s", None)
-            part = os.read(process.stdout.fileno(), 1 << 16).decode()
-            if not part:
+            line = json.loads(self._line())
+            if line["event"] == "error":
+                raise self._failed(line["error"])
+            yield line
+            if line["event"] == "done":
                 return
-            *lines, buffered = (buffered + part).split("\n")
-            yield from lines
 
+    def _line(self) -> bytes:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(SILENT_S):
+                    raise self._failed(f"silent for {SILENT_S:.0f} s")
+                part = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise self._failed(f"it ended with status {self._process.wait()}")
+                self._rest += part
+        line, self._rest = self._rest.split(b"\n", 1)
+        return line
 
-def _failed(what: str, log: Path | None) -> HsnbError:
-    return ModelError(
-        got=f"the training failed: {what}",
-        expected="a trained drafter",
-        likely="see the trainer's own words",
-        next=f"read {log}" if log else "run it again with a log",
-    )
+    def _failed(self, what: str) -> HsnbError:
+        return ModelError(
+            got=f"the training failed: {what}",
+            expected="a trained drafter",
+            likely="see the trainer's own words",
+            next=f"read {self.log}" if self.log else "run it again with a log",
+        )

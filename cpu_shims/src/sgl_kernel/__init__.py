@@ -1,8 +1,28 @@
-"""Pure-torch stand-in for sgl_kernel on a plain CPU: the op that SGLang's CPU path without AMX reaches.
+"""Pure-torch stand-in for sgl_kernel on a plain CPU: the ops that SGLang's CPU path without AMX reaches.
 
 Any other name resolves to a function that raises when it is called, so that an op reached for the first time is named.
 """
 
+from sgl_kernel.speculation import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+]
 __version__ = "0.0.0+cpu.stub"
 
 
