@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hsnb.boundaries import late, telling_boundaries
@@ -18,12 +18,10 @@ from hsnb.drafter.accept import Acceptance, accept
 from hsnb.drafter.states import Sample, StatesFolder, choose, open_states
 from hsnb.drafter.train import Driver, Recipe, Training, train
 from hsnb.errors import DataError, ParamsError
-from hsnb.paths import write_json
 from hsnb.progress import Progress
 
 NORM_BAR = 0.10  # position-0 acceptance, right less wrong norm: 0.23 was seen
 LATE_BAR = 0.04  # the same, right less one late, at the telling boundaries: 0.087 was seen
-SAMPLES = 12  # answers that a served accept length is counted on
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ class Handoff:
     held_out: int  # tokens of the answers judged on
     seconds: float  # of all trainings
     num_layers: int
-    notes: dict = field(default_factory=dict)
 
     def mean(self, name: str, what: str = "position_0") -> float:
         """Return the mean over the seeds of "position_0", "accept_length", "loss" or "validation"."""
@@ -175,12 +172,7 @@ class Handoff:
             "checks": [c.as_dict() for c in self.checks()],
             "seconds": self.seconds,
             "held_out": self.held_out,
-            **self.notes,
         }
-
-    def save(self, folder: Path) -> Path:
-        """Write handoff.json beside the run's notebooks."""
-        return write_json(folder / "handoff.json", self.as_dict())
 
     def _repr_html_(self) -> str:
         seeds = len(next(iter(self.judged.values())))

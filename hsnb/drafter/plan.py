@@ -14,21 +14,21 @@ from hsnb.drafter.train import trainers_python
 from hsnb.errors import ParamsError
 from hsnb.params import Deployment
 from hsnb.paths import resolve, run_dir
+from hsnb.server.command import resolve_device
 
 TRAINING, HELD_OUT, ANSWER = 128, 24, 96  # samples, answers, tokens an answer
-_ON_CPU = {
-    "max-running-requests": 32,  # decoding 32 answers at once costs little more than one
-}
+_ON_CPU = {"max-running-requests": 32}  # decoding 32 answers at once costs little more than one
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`deployment`: the run's, with every needed boundary captured. `variants`: the comparisons by name. `out`: where all goes."""
+    """`deployment`: the run's, with every needed boundary captured; `serving`: the run's own. `variants`: the comparisons by name. `out`: where all goes."""
 
     out: Path
     extracted: StatesFolder
     variants: dict[str, Variant]
     deployment: Deployment
+    serving: Deployment
     minutes: float
     seeds: int
 
@@ -81,10 +81,9 @@ def plan(p, deployment: Deployment) -> Plan:
     wanted = variants(extracted.num_layers, real, str(resolve(other)) if other else "")
     capture = deployment.capture.model_copy(update={"boundaries": list(needed(wanted)), "final": "pre"})
     server = deployment.server
-    from hsnb.server.command import resolve_device
-
     if resolve_device(server.device) == "cpu":
         # Threads that spin while they wait make decoding ten times slower on a machine with other work.
         server = server.model_copy(update={"flags": {**_ON_CPU, **server.flags}, "env": {"OMP_WAIT_POLICY": "PASSIVE", **server.env}})
-    more = {"capture": capture, "server": server}
-    return Plan(run_dir(p.run) / "handoff", extracted, wanted, deployment.model_copy(update=more), p.minutes, p.seeds)
+    serving = deployment.model_copy(update={"server": server})
+    capturing = serving.model_copy(update={"capture": capture})
+    return Plan(run_dir(p.run) / "handoff", extracted, wanted, capturing, serving, p.minutes, p.seeds)
