@@ -94,6 +94,7 @@ def test_the_users_own_line_in_a_pipe_then_on_a_terminal(demo, alone, engine_sta
         "01_probe.ipynb",
         "02_divergence.ipynb",
         "03_extract.ipynb",
+        "04_handoff.ipynb",
     ]
 
     output, status = pexpect.run(

@@ -127,7 +127,7 @@ def test_notebooks_are_committed_clean_and_short(path):
 
 
 def test_the_notebooks_of_this_version_are_there():
-    assert [p.stem for p in NOTEBOOKS] == ["00_server", "01_probe", "02_divergence", "03_extract"]
+    assert [p.stem for p in NOTEBOOKS] == ["00_server", "01_probe", "02_divergence", "03_extract", "04_handoff"]
 
 
 def test_no_states_and_no_outputs_are_committed():
