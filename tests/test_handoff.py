@@ -126,6 +126,7 @@ def test_the_command_line(tmp_path, capsys):
     assert cli.main(["drafter", "accept", str(tmp_path / "out"), str(states.path), "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
     assert got["samples"] == 3 and got["boundaries"] == [2, 4, 5] and got["accept_length"] >= 1
+    assert got["teacher_top1"] < 0.5 and "these are not the target's greedy answers" in got["text"]
     assert cli.main(["drafter", "check", str(tmp_path / "out")]) == 2
     assert "neither --target nor --states" in capsys.readouterr().err
 

@@ -10,6 +10,8 @@ from hsnb.drafter.config import ENGINES, fed, read_drafter
 from hsnb.errors import BoundaryError
 from hsnb.params import read_config
 
+_TEACHER_ROWS = 8  # answers that are looked at, whether they are the target's own
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -114,7 +116,13 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 def _accept(args: argparse.Namespace) -> dict[str, Any]:
     from hsnb.drafter.accept import accept
     from hsnb.drafter.states import open_states
+    from hsnb.drafter.teacher import RIGHT_BAR, teacher_top1
 
     states = open_states(args.states, model=args.target or "")
     got = accept(args.drafter, states, boundaries=args.boundaries, steps=args.steps, limit=args.limit)
-    return {**got.as_dict(), "text": f"{got.text()}; fed with boundaries {list(got.boundaries)}"}
+    lines, taught = [f"{got.text()}; fed with boundaries {list(got.boundaries)}"], None
+    if states.final == "pre":
+        taught = teacher_top1(states, limit=min(args.limit or _TEACHER_ROWS, _TEACHER_ROWS)).right
+        if taught < RIGHT_BAR:
+            lines.append(f"teacher top-1 is {taught:.2f}: these are not the target's greedy answers, and serving will show another number")
+    return {**got.as_dict(), "teacher_top1": taught, "text": "\n".join(lines)}

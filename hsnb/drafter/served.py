@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,9 +22,11 @@ from hsnb.drafter.inside import VARIABLE
 from hsnb.drafter.states import StatesFolder
 from hsnb.errors import CaptureError, DataError, ServerError
 from hsnb.params import Deployment
+from hsnb.progress import Progress
 from hsnb.server import Server
 
 _STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+IN_FLIGHT = 6  # requests; a CPU server runs eight at once
 _SUM_BAR = 1e-5  # relative: sums of |w| in float64 of the same numbers; another order of adding them
 
 
@@ -99,16 +102,25 @@ def require_served(report: Path, drafter: Path, boundaries: Sequence[int]) -> li
 def count(server: Server, states: StatesFolder, *, steps: int = STEPS, limit: int = 0) -> tuple[Acceptance, int]:
     """Send the prompts of `states` to a server with a drafter; return (what it accepted, answers that equal the stored ones).
 
-    Each is asked for its stored answer's length less `steps` tokens: what `hsnb.drafter.accept` predicts for. Requests go one by
-    one: a batch rounds otherwise. Raises ServerError when the server does not speculate, DataError for an empty folder.
+    Each is asked for its stored answer's length less `steps` tokens: what `hsnb.drafter.accept` predicts for. Some are in flight at
+    once, which a CPU verifies for little more than one. Raises ServerError when the server does not speculate, DataError for an
+    empty folder.
     """
-    histogram, same, tokens, rows = [0] * (steps + 1), 0, 0, states.rows[: limit or None]
-    with server.client() as client:
-        for row in rows:
+    rows, run = states.rows[: limit or None], uuid.uuid4().hex[:8]
+    if not rows:
+        raise DataError(
+            got=f"{states.path}: no row with states",
+            expected="at least one answer",
+            likely="an empty folder",
+            next="name another folder",
+        )
+    with server.client() as client, ThreadPoolExecutor(IN_FLIGHT) as pool, Progress(len(rows), unit="answers", desc="served") as seen:
+
+        def ask(row: int) -> tuple[list[int], bool, int]:
             ids, mask, _ = states.read(row)
             first = int(mask.argmax())
             answer = ids[first : len(ids) - steps].tolist()
-            body = {"input_ids": ids[:first].tolist(), "rid": f"accept-{uuid.uuid4().hex}"}
+            body = {"input_ids": ids[:first].tolist(), "rid": f"accept-{run}-{row}"}
             body["sampling_params"] = {"max_new_tokens": len(answer), "temperature": 0, "ignore_eos": True}
             got = client.request("POST", "/generate", body)
             counted = got["meta_info"].get("spec_correct_drafts_histogram")
@@ -119,18 +131,13 @@ def count(server: Server, states: StatesFolder, *, steps: int = STEPS, limit: in
                     likely="it was started without a drafter, or with --speculative-algorithm EAGLE",
                     next="start it with the flags of hsnb drafter convert",
                 )
-            for j, n in enumerate(counted):
-                histogram[j] += n
-            same += got["output_ids"] == answer
-            tokens += len(answer)
-    if not rows:
-        raise DataError(
-            got=f"{states.path}: no row with states",
-            expected="at least one answer",
-            likely="an empty folder",
-            next="name another folder",
-        )
-    return Acceptance(tuple(histogram), len(rows), tokens, served=True), same
+            seen.advance()
+            return counted, got["output_ids"] == answer, len(answer)
+
+        answers = list(pool.map(ask, rows))
+    histogram = [sum(counted[j] for counted, _, _ in answers if j < len(counted)) for j in range(steps + 1)]
+    accepted = Acceptance(tuple(histogram), len(rows), sum(n for _, _, n in answers), served=True)
+    return accepted, sum(same for _, same, _ in answers)
 
 
 def _weights(tensors: dict[str, torch.Tensor], draft: dict) -> Check:
