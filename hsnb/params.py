@@ -91,20 +91,6 @@ class ExtractParams(_Strict):
     on_stop: str = Field("", description="a shell command that is run at the end; HSNB_STATE and HSNB_STATUS say how it ended")
 
 
-class ExtractParams(_Strict):
-    """How an extraction bounds itself, and when it gives up. Bytes are of free space, times in seconds."""
-
-    attempts: int = Field(3, ge=1, description="a sample is asked for so often before it is owed")
-    restarts: int = Field(3, ge=0, description="of a server that hsnb started, in a row: a published sample starts the count again")
-    hang_s: float = Field(300, gt=0, description="no forward for so long while requests wait: the server hangs")
-    canary_every: int = Field(500, ge=0, description="samples of one server between two canaries; 0: only at its start")
-    patience_s: float = Field(900, ge=0, description="a full spool or disk is waited for so long, then the run stops")
-    spool_floor: int | None = Field(None, ge=0, description="bytes that stay free in the spool; none: 5 % of it, at most 1 GiB")
-    output_floor: int | None = Field(None, ge=0, description="bytes that stay free at the output; none: 5 % of it, at most 10 GiB")
-    status_s: float = Field(60, gt=0, description="between two writes of the status file")
-    on_stop: str = Field("", description="a shell command that is run at the end; HSNB_STATE and HSNB_STATUS say how it ended")
-
-
 class Deployment(_Strict):
     """One params/*.yaml: a model, how it is served, what is captured, what is run through it."""
 

@@ -15,7 +15,6 @@ import torch
 
 from hsnb.checks import Asked, dump_checks
 from hsnb.data import Prepared, load_prepared
-from hsnb.dumps import open_dump
 from hsnb.errors import DumpError, ExtractError
 from hsnb.extract.output import ASIDE, STAGING, checksum, export
 from hsnb.extract.publish import ids_hash
@@ -128,7 +127,7 @@ def damage(folder: Path, entry: Entry, about: dict, token_ids: torch.Tensor) -> 
         return "its file is gone"
     found = []
     try:
-        dump = open_dump(path)
+        dump = find_layout(about["layout"]).open(path, tuple(about["boundaries"]))
         asked = Asked(token_ids, tuple(about["boundaries"]), about["final"], about["hidden_size"], entry.dtype)
         found += [f"{c.name} is {c.value}, expected {c.threshold}" for c in dump_checks(dump, asked) if not c.ok]
     except DumpError as error:

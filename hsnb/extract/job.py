@@ -64,7 +64,7 @@ class Job:
     def start(self, servers: Sequence) -> None:
         """Start a worker a server, and what they publish through."""
         self.committer = Committer(self.ledger, self.output)
-        self.publisher = Publisher(self.output, self.committer, self.disk, self.limits.patience_s, self.work.stopping)
+        self.publisher = Publisher(self.output, self.committer, self.loss_mask, self.disk, self.limits.patience_s, self.work.stopping)
         self.workers = [Worker(self, server) for server in servers]
         self.work.workers = len(self.workers)
         for worker in self.workers:
@@ -82,9 +82,16 @@ class Job:
 
     def token_ids(self, row: int) -> torch.Tensor:
         """Return a row's token ids, int64 [S]."""
+        return self._list(row, "input_ids")
+
+    def loss_mask(self, row: int) -> torch.Tensor | None:
+        """Return a row's loss mask, int64 [S]; None when the layout leaves it in the table."""
+        return None if self.output.layout.mask == "table" else self._list(row, "loss_mask")
+
+    def _list(self, row: int, name: str) -> torch.Tensor:
         with self._reading:  # one list of one row of the Arrow table: a formatted row costs more than all else of a short sample
-            ids = self.table[row].column(0)[0].values
-        return torch.tensor(ids.to_numpy(zero_copy_only=False), dtype=torch.int64)
+            values = self.table[row].column(name)[0].values
+        return torch.tensor(values.to_numpy(zero_copy_only=False), dtype=torch.int64)
 
     def size_of(self, tokens: int) -> int:
         """Return the bytes of a published file of so many tokens, at most."""
@@ -118,7 +125,7 @@ def run(
     print_ = None
     for server in servers:
         require_receipt(server)
-        output.check(tuple(server.armed[0].boundaries), server.armed[0].final)
+        output.check(tuple(server.armed[0].boundaries), server.armed[0].final, server.armed[0].model_path)
         now = fingerprint(server, data, layout, output.dtype)
         if print_ is not None and now != print_:
             raise _differing(servers[0], server, print_, now)

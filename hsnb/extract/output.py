@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import torch
 import xxhash
 
 from hsnb.dumps import Dump
@@ -29,7 +30,7 @@ GROUP = 256  # samples entered in one transaction at most
 
 def check_first(deployment: Deployment, layout: str) -> None:
     """Refuse before anything is prepared or started: boundaries that the model has not, a final that the layout cannot hold."""
-    find_layout(layout).check_settings(deployment.check_against_model(), deployment.capture.final)
+    find_layout(layout).check_settings(deployment.check_against_model(), deployment.capture.final, deployment.model_path())
 
 
 class Output:
@@ -40,9 +41,9 @@ class Output:
         self.staging = folder / STAGING / name
         self.dtype = str(self.layout.DTYPE).removeprefix("torch.")
 
-    def check(self, boundaries: tuple[int, ...], final: str) -> None:
-        """Raise ParamsError when the layout cannot hold what the server captures."""
-        self.layout.check_settings(boundaries, final)
+    def check(self, boundaries: tuple[int, ...], final: str, model: str) -> None:
+        """Raise ParamsError when the layout cannot hold what the server captures, ModelError when it cannot norm it."""
+        self.layout.check_settings(boundaries, final, model)
 
     def begin(self, rows: Sequence[int]) -> None:
         """Make the folders for `rows`, empty the staging of what a killed run left, and set aside files that no ledger knows.
@@ -57,10 +58,13 @@ class Output:
         for row in rows:
             set_aside(self.folder, self.layout.sample_file(row))
 
-    def stage(self, row: int, dump: Dump) -> tuple[str, int, str]:
-        """Write a verified dump to the staging folder, fsynced. Return (file, bytes, xxh3-128 of the file)."""
+    def stage(self, row: int, dump: Dump, loss_mask: torch.Tensor | None) -> tuple[str, int, str]:
+        """Write a verified dump to the staging folder, fsynced. Return (file, bytes, xxh3-128 of the file).
+
+        `loss_mask`: int64 [S], for a layout that keeps it in the sample's file.
+        """
         dump.metadata = {**dump.metadata, "request_id": f"row-{row}"}  # the file names the sample, not the try: same bytes each time
-        return self.layout.publish(self.staging, row, dump)
+        return self.layout.publish(self.staging, row, dump, loss_mask)
 
     def move(self, entries: Sequence[Entry]) -> None:
         """Move staged files to their names and make the moves durable."""
@@ -82,7 +86,7 @@ class Output:
             "hsnb_format": 1,
             "layout": layout,
             "boundaries": armed.boundaries,
-            "final": armed.final,
+            "final": self.layout.final,
             "target_layer_ids": armed.boundaries,
             "model": armed.model_path,
             "hidden_size": armed.hidden_size,

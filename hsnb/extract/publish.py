@@ -26,10 +26,14 @@ LOOK_S = 0.2
 
 
 class Publisher:
-    """What a run's writer threads do. `pause(why)` is told of a full disk, `pause("")` of room; `stopping` ends the waiting."""
+    """What a run's writer threads do.
 
-    def __init__(self, output: Output, committer: Committer, disk: Disk, patience_s: float, stopping: threading.Event):
-        self.output, self.committer, self.disk = output, committer, disk
+    `loss_mask(row)`: a row's mask, where its layout wants it. `pause(why)` is told of a full disk, `pause("")` of room; `stopping`
+    ends the waiting.
+    """
+
+    def __init__(self, output: Output, committer: Committer, loss_mask: Callable, disk: Disk, patience_s: float, stopping: threading.Event):
+        self.output, self.committer, self.loss_mask, self.disk = output, committer, loss_mask, disk
         self.patience_s, self.stopping = patience_s, stopping
 
     def publish(
@@ -46,9 +50,9 @@ class Publisher:
         try:
             for trial in stamina.retry_context(on=self._again, attempts=DISK_TRIES, timeout=None, wait_initial=0.5, wait_jitter=0):
                 with trial:
-                    file, size, checksum = self._with_room(pause, self.output.stage, row, dump)
+                    file, size, checksum = self._with_room(pause, self.output.stage, row, dump, self.loss_mask(row))
                     entry = Entry(
-                        row, rid, ids_hash(token_ids), len(token_ids), file, size, checksum, json.dumps(list(dump.boundaries)), dump.final,
+                        row, rid, ids_hash(token_ids), len(token_ids), file, size, checksum, json.dumps(list(dump.boundaries)), self.output.layout.final,
                         self.output.dtype, attempt, round(time.monotonic() - since, 3), server.url, now(),
                     )  # fmt: skip
                     self._with_room(pause, self.committer.commit, entry)

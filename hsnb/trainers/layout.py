@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from hsnb.boundaries import from_boundaries, model_family
 from hsnb.dumps import Dump
+from hsnb.dumps.memory import MemoryDump
 from hsnb.errors import DumpError, ExtractError, HsnbError, ModelError, ParamsError
 from hsnb.params import num_layers, read_config
 from hsnb.trainers.folder import TrainingFolder
@@ -123,6 +124,14 @@ class Layout(ABC):
     @abstractmethod
     def read(self, path: Path) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Return ids, mask and states [S, K+1, H] of a file, whatever its name."""
+
+    def open(self, path: Path, boundaries: tuple[int, ...]) -> Dump:
+        """Open a sample's file as a dump. `boundaries`: what its columns are, for a layout that does not write them down.
+
+        Raises DumpError when it is not a whole one.
+        """
+        ids, _, states = self.read(path)
+        return MemoryDump(path, ids, states, boundaries, self.final)
 
     @abstractmethod
     def training(self, folder: Path, about: dict[str, Any], vocab: int) -> Training:
