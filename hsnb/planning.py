@@ -62,7 +62,7 @@ def plan(
     columns, rows = len(deployment.capture.boundaries) + 1, counted["samples"] or 0
     token_bytes = bytes_per_token(columns, shape.hidden_size, ITEMSIZE)
     need = counted["tokens"] * (token_bytes + ID_BYTES) + rows * ROW_BYTES
-    written = _written(out)
+    written = 0 if tokens else _written(out)  # what lies there is of the data, not of a number
     own = deployment.extract
     output = _room(out, max(0, need - written), own.output_floor, OUTPUT_FLOOR)
     spool_folder = Path(deployment.server.spool) if deployment.server.spool else SPOOL_ROOT

@@ -204,6 +204,7 @@ def test_what_is_written_already_is_not_needed_again(tmp_path, disk):
     assert plan(deployment, out).ok and plan(deployment, out).output.need == whole - 5000
     disk(whole - 5001)
     assert not plan(deployment, out).ok
+    assert plan(deployment, out, tokens=13).written == 0
 
 
 def test_a_plan_shows_itself(tmp_path, disk):
