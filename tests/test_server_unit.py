@@ -640,6 +640,17 @@ def test_a_launcher_that_ends_by_itself_takes_its_orphans_along(tree):
     assert causes.find_cause(causes.read_lines(Path(job.log)), code=2).words == "a wrong flag: --nonsense"
 
 
+def test_a_burst_of_signals_does_not_stop_it_for_ever(tree):
+    """Children that stop and go on send SIGCHLD in bursts; a handler that interrupts another one must not wait for its lock."""
+    supervisor, mark, job = tree("loading")
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        os.kill(supervisor.pid, signal.SIGCHLD)
+    supervisor.terminate()
+    wait_until(lambda: supervisor.poll() is not None, "the end", 15)
+    assert titled(mark) == [] and exit_of(job)["reason"] == "asked to stop"
+
+
 def test_the_launcher_does_not_outlive_a_killed_supervisor(tree):
     supervisor, _, job = tree("loading")
     launcher = json.loads(Path(job.state).read_text())["launcher"]

@@ -14,11 +14,11 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -88,15 +88,23 @@ class Supervisor:
         self.exit = Exit()
         self.shm = ShmWatch()
         self._exited = False
-        self._wake = threading.Event()
+        # Python writes a byte there for each signal. No lock may be taken in a handler: it can interrupt another one that holds it
+        # (with threading.Event the supervisor stood still for ever when two children stopped at once).
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _on_signal(self, number: int, _frame) -> None:
         if number != signal.SIGCHLD:
             self.stop_reason = self.stop_reason or "asked to stop"
-        self._wake.set()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a signal; a plain sleep would finish its half second before one is heeded."""
+        if select.select([self._woken], [], [], seconds)[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
 
     def run(self) -> Exit:
         """Start the server, wait for its end or a reason to end it, and clear up."""
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, self._on_signal)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -120,8 +128,7 @@ class Supervisor:
                     self.stop_reason = self.stop_reason or f"owner {int(pid)} ended"
             if not self.stop_reason:
                 self.shm.look(self._family)
-                self._wake.wait(POLL_S)  # a plain sleep would finish its half second before a signal is heeded
-                self._wake.clear()
+                self._wait(POLL_S)
         self.exit.reason = self.stop_reason
         self.end()
         self._write_exit(started)
