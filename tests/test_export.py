@@ -132,6 +132,8 @@ def test_the_real_specforge_reads_and_normalises_it(source, model, tmp_path):
     assert mapping["d2t"].shape == (64,) and mapping["t2d"].sum() == 64
     assert torch.equal((mapping["d2t"] + torch.arange(64)).sort().values, mapping["t2d"].nonzero()[:, 0])
     assert set(counts) <= set(mapping["t2d"].nonzero()[:, 0].tolist())
+    two = export(source, tmp_path / "two", "specforge", model=model, boundaries=[2, 27])
+    assert "three layers" in two.notes[-1] and not any("three layers" in note for note in done.notes)
     assert shlex.split(done.command) == ["specforge", "train", "--config", str(tmp_path / "out" / "specforge.yaml")]
 
 

@@ -11,6 +11,7 @@ from hsnb.data import prepare
 from hsnb.params import Deployment
 from hsnb.server import Server
 from hsnb.trainers import open_folder
+from hsnb.trainers.source import training
 from hsnb.weights import Head, final_norm, rms_norm
 from tests.conftest import tiny
 from tests.helpers import prompt_ids, take
@@ -97,11 +98,13 @@ def test_the_real_readers_take_what_was_extracted_and_drop_nothing(engine, tmp_p
         (tmp_path / layout).mkdir()
         data = data_of(server, tmp_path / layout, rows)
         assert extract.run(server, data, shard=0, num_shards=1, layout=layout).ok
+        how, about, _ = training(data.path)  # the model is the one that the folder names
+        assert about["boundaries"] == tuple(range(9)) and str(data.path) in how.command
         got = real(layout, data.path, tmp_path)
         width = server.armed[0].hidden_size
         assert [item["input_ids"].flatten().tolist() for item in got["items"]] == [ids for ids, _ in rows]
         if layout == "speculators":
-            assert got["dropped"] == 0
+            assert got["dropped"] == 0 and " --target-layer-ids 0 1 2 3 4 5 6 7 8 " in how.command
             assert [tuple(i["hidden_states"].shape) for i in got["items"]] == [(n, 9 * width) for n in (5, 30, 64)]
             final = got["items"][1]["verifier_last_hidden_states"]
         else:

@@ -90,6 +90,8 @@ class SpecForgeLayout(Layout):
             f"`specforge export` does not write these layer ids: put eagle_aux_hidden_state_layer_ids {ids} into the exported eagle_config",
             "its trainer wants a sharded checkpoint of the target, with a model.safetensors.index.json",
         )
+        if len(ids) != 3 or min(ids) < 0:
+            notes += (f"it trains on three layers from 0 on, these are {ids}: hsnb export --boundaries K K K chooses among them",)
         if vocab:
             notes += (f"the draft model's config must have draft_vocab_size {vocab} (model.draft_model_config)",)
         return Training(shlex.join(["specforge", "train", "--config", str(folder / CONFIG)]), notes)
