@@ -1,6 +1,7 @@
 """Extracted straight into a trainer's layout on real servers: what the real SpecForge and speculators read predicts the server's own text."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,13 +37,13 @@ def answers(engine):
     server = engine("smollm2")
     probe.ensure(server)
     tokenizer, rows = load_tokenizer(server.deployment), []
-    with server.client() as client:
-        for n, question in enumerate(QUESTIONS):
-            text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            made = client.generate(ids, rid=f"test-answer-{n}", max_new_tokens=48).output_ids
-            rows.append((ids + made, [0] * len(ids) + [1] * len(made)))
-    return rows
+    for question in QUESTIONS:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+        rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    with server.client() as client, ThreadPoolExecutor(len(rows)) as pool:  # in one batch: a step costs the same
+        asked = [pool.submit(client.generate, ids, rid=f"test-answer-{n}", max_new_tokens=24) for n, ids in enumerate(rows)]
+        made = [one.result().output_ids for one in asked]
+    return [(ids + new, [0] * len(ids) + [1] * len(new)) for ids, new in zip(rows, made, strict=True)]
 
 
 def top1(folder, head, state, column=-1, final=None):
@@ -64,7 +65,7 @@ def test_specforges_bare_head_gives_the_servers_own_text(engine, answers, tmp_pa
     assert result.ok and result.samples == len(answers)
     head = Head.load(server.deployment.model_path())
     share, tokens = top1(data.path, head, "post")
-    assert tokens > 150 and share > 0.99, (share, tokens)
+    assert tokens >= 120 and share > 0.99, (share, tokens)
     folder = open_folder(data.path)
     assert (folder.layout, folder.claims["boundaries"], folder.claims["final"]) == ("specforge", tuple(range(31)), "post")
     item = folder.sample(1)
@@ -83,7 +84,7 @@ def test_the_teacher_sees_a_wrong_final_in_what_speculators_reads(engine, answer
     assert extract.run(server, data, shard=0, num_shards=1, layout="speculators").ok
     head = Head.load(server.deployment.model_path())
     right, tokens = top1(data.path, head, "pre")
-    assert tokens > 150 and right > 0.99, (right, tokens)
+    assert tokens >= 120 and right > 0.99, (right, tokens)
     twice, _ = top1(data.path, head, "pre", final=lambda s: head.normed(s.columns[-1]))
     early, _ = top1(data.path, head, "pre", column=29)
     assert twice < 0.6 and early < 0.6, (twice, early)
