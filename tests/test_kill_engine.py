@@ -5,6 +5,7 @@ In the end the same samples, each once, in files that never changed once they we
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -103,7 +104,8 @@ class Client:
     def killed(self, after_s: float) -> None:
         pid = self.zygote.start(self.args, self.log)
         time.sleep(after_s)
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself: its status says so below
+            os.kill(pid, signal.SIGKILL)
         status = self.zygote.wait(pid)
         assert status == -signal.SIGKILL, self.log.read_text()[-3000:]
 
@@ -113,10 +115,10 @@ def unchanged(before: dict[str, str], now: dict[str, str]) -> None:
     assert {name: now.get(name) for name in before} == before
 
 
-def window(startup_s: float, rate: float, kills: int, share: float) -> float:
-    """Return w so that `kills` clients, killed at uniform(0, w), publish about `share` of the shard between them."""
+def window(startup_s: float, rate: float, kills: int, samples: float) -> float:
+    """Return w so that `kills` of something, killed at uniform(0, w) and at work after `startup_s`, publish about `samples` in all."""
     w = startup_s
-    while kills * rate * (w - startup_s) ** 2 / (2 * w) < share * SAMPLES and w < startup_s + 30:
+    while kills * rate * (w - startup_s) ** 2 / (2 * w) < samples and w < startup_s + 30:
         w += 0.05
     return w
 
@@ -173,20 +175,20 @@ def test_fifty_kills_over_one_shard(project, deployment, zygote, engine, engine_
         rate = SAMPLES / max(seconds - nothing, 0.1)
         whole(calm, server.spool)
 
-        longest = window(nothing, rate, CLIENT_KILLS, share=0.6)
+        longest = window(nothing, rate, CLIENT_KILLS, 0.6 * SAMPLES)
         client = Client(project, zygote, server, "torn", "--in-flight-tokens", "1")
         busy = kill_clients(client, torn, CLIENT_KILLS, longest, rng)
         assert busy > CLIENT_KILLS / 4
 
         many = Client(project, zygote, server, "several")
-        kill_clients(many, several, SEVERAL_KILLS, window(nothing, 3 * rate, SEVERAL_KILLS, share=0.4), rng)
+        kill_clients(many, several, SEVERAL_KILLS, window(nothing, 3 * rate, SEVERAL_KILLS, 0.4 * SAMPLES), rng)
         many.whole()
         whole(several, server.spool)
         assert set(server.spool.iterdir()) == spool
 
     print(f"{SAMPLES} samples in {seconds:.1f} s, {nothing:.1f} s of it the start; clients killed within {longest:.1f} s, {busy} of them at work; "
           f"{len(sums(torn))} samples published by then")  # fmt: skip
-    starts = kill_servers(deployment, torn, tmp_path, rng)
+    starts = kill_servers(deployment, torn, tmp_path, rng, rate)
     for n in range(starts):
         engine_starts.note(f"tiny, killed {n}", deployment.name and json.loads((torn / "hsnb.json").read_text())["fingerprint"]["sglang"])
 
@@ -196,11 +198,14 @@ def test_fifty_kills_over_one_shard(project, deployment, zygote, engine, engine_
         assert relative_l2(b, a).max() < 1e-5
 
 
-def kill_servers(deployment: Deployment, folder: Path, log_dir: Path, rng: random.Random) -> int:
+def kill_servers(deployment: Deployment, folder: Path, log_dir: Path, rng: random.Random, rate: float) -> int:
     """Extract the rest on a server of our own, killed SERVER_KILLS times, once while it starts; return how often it was started."""
     data, killed, trouble = load_prepared(folder), [], []
     with Server.start(deployment, log_dir=log_dir) as server:
+        before = time.monotonic()
         probe.ensure(server)
+        left = SAMPLES - len(sums(folder))
+        longest = window(time.monotonic() - before, rate, SERVER_KILLS, 0.6 * left)
         over = threading.Event()
 
         def killer() -> None:
@@ -212,7 +217,7 @@ def kill_servers(deployment: Deployment, folder: Path, log_dir: Path, rng: rando
                     else:
                         while server.armed[0].pid == last and not over.wait(0.02):
                             pass
-                        over.wait(rng.uniform(0.0, 2.0))
+                        over.wait(rng.uniform(0.0, longest))
                         pid, published = rng.choice([server.armed[0].pid, server.pid]), sums(folder)
                         last = server.armed[0].pid
                     if over.is_set():

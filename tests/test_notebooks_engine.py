@@ -102,7 +102,8 @@ def test_the_users_own_line_in_a_pipe_then_on_a_terminal(demo, alone, engine_sta
     )
     assert status == 0, output
     engine_starts.note("papermill on a terminal", fingerprint(demo)["sglang"])
-    second = json.loads((run / "shard-0004.json").read_text())
+    assert json.loads((run / "shard-0004.json").read_text()) == first and "128 of 128 samples" in outputs_of(notebook)  # kept
+    second = json.loads((run / "shard-0004.again.json").read_text())
     assert (second["samples"], second["done_before"], second["new_tokens"], second["tokens"]) == (128, 128, 0, first["tokens"])
 
 

@@ -44,7 +44,8 @@ def main() -> int:
 def table(folder: Path, results: list, index: Path, seconds: float) -> str:
     """Return the closing table, from what the notebooks wrote."""
     rows: list[tuple[str, str]] = []
-    shard = _read(folder / f"shard-{SHARD:04d}.json")
+    facts = [p for p in folder.glob(f"shard-{SHARD:04d}*.json") if p.name in (f"shard-{SHARD:04d}.json", f"shard-{SHARD:04d}.again.json")]
+    shard = _read(max(facts, key=lambda p: p.stat().st_mtime)) if facts else {}  # a run with nothing to do is written beside
     if shard:
         rate = (
             f"{shard['tokens_per_s']:,.0f} (server's start not counted)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sqlite3
 import threading
 import time
 import uuid
@@ -220,7 +221,7 @@ def watch(job: Job, status: Status, progress: Progress) -> None:
 
 def carries_on(error: BaseException) -> bool:
     """Say whether other servers can go on when one worker ended with `error`: not when it was the disk's."""
-    return not isinstance(error, (ExtractError, OSError))
+    return not isinstance(error, (ExtractError, OSError, sqlite3.Error))
 
 
 def raise_if_stopped(job: Job) -> None:
@@ -245,7 +246,7 @@ def raise_if_stopped(job: Job) -> None:
     raise ExtractError(
         got=f"{type(error).__name__}: {error}",
         expected="a run to its end",
-        likely="a defect of hsnb",
+        likely="a disk that fails, or went read-only" if not carries_on(error) else "a defect of hsnb",
         next="run the same shard again: it goes on where it stopped",
     ) from error
 

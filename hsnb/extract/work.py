@@ -36,6 +36,11 @@ class Work:
             self._flying += 1
             return self._waiting.popleft()
 
+    def leave(self) -> None:
+        """Say that a worker has ended."""
+        with self._lock:
+            self.workers -= 1
+
     def put_back(self, row: int) -> None:
         """Return a row that its server could not do, to be taken next by whoever can."""
         with self._lock:

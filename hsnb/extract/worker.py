@@ -57,7 +57,7 @@ class Worker(threading.Thread):
             if isinstance(self.error, CanaryOut):
                 self._distrust()
         finally:
-            self.work.workers -= 1
+            self.work.leave()
             self.job.wake.set()
 
     def stop(self) -> None:
@@ -133,6 +133,9 @@ class Worker(threading.Thread):
             except BaseException:
                 self.work.put_back(row)
                 raise
+            if self.work.stopping.is_set():
+                self.work.put_back(row)
+                break
             self.job.disk.promise(self.job.size_of(self.work.lengths[row]))
             task = group.create_task(self._row(row))
             flying.add(task)
@@ -141,7 +144,11 @@ class Worker(threading.Thread):
             await asyncio.sleep(0)  # it is sent, and so counted, before the next one is weighed
             if self.limits.canary_every and self.done >= canary_at:
                 canary_at = self.done + self.limits.canary_every
-                group.create_task(self._canary())
+                while self.flow.given and flying:  # the bound that was asked for holds for the canary too
+                    await self._some()
+                singing = group.create_task(self._canary())
+                if self.flow.given:
+                    await asyncio.wait([singing])
         while flying:
             await self._some()
 
