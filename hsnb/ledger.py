@@ -24,6 +24,7 @@ from hsnb.errors import ExtractError
 from hsnb.paths import cache_dir
 
 FORMAT = 2
+BATCH = 2000  # rows that an export holds at a time
 FOLDER = "ledger"  # in the data set's folder
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs", "wekafs"}
 
@@ -137,15 +138,15 @@ class Ledger:
         import pyarrow.parquet as pq
 
         kinds = {"int": pa.int64(), "float": pa.float64(), "str": pa.string()}
-        schema = pa.schema([(f.name, kinds[f.type]) for f in fields(Entry)])
-        with self._mutex:
-            columns = list(zip(*self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done ORDER BY row"), strict=True))
-            meta = dict(self._db.execute("SELECT key, value FROM meta"))
-        table = pa.table(columns or [[] for _ in _COLUMNS], schema=schema.with_metadata(meta))
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{self.path.stem}.parquet"
         temporary = target.with_name(f".{target.name}.tmp")  # one writer: the lock is held
-        pq.write_table(table, temporary)
+        with self._mutex:
+            schema = pa.schema([(f.name, kinds[f.type]) for f in fields(Entry)], metadata=dict(self._db.execute("SELECT * FROM meta")))
+            rows = self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done ORDER BY row")
+            with pq.ParquetWriter(temporary, schema) as file:
+                while part := rows.fetchmany(BATCH):
+                    file.write_table(pa.table(list(zip(*part, strict=True)), schema=schema))
         temporary.replace(target)
         return target
 
