@@ -93,11 +93,14 @@ def test_the_spools_bound_is_half_of_what_is_free_above_its_floor(tmp_path, disk
 
 def test_each_worker_takes_its_part_of_what_is_left():
     work = Work(range(10), [10] * 10)
-    work.workers = 2
+    work.join("a")
+    work.join("b")
     assert [work.take(n * 10) for n in range(5)] == [0, 1, 2, 3, 4]
     assert work.take(50) is None and work.take(0) == 5
     work.put_back(0)
     assert work.take(0) == 0
+    work.leave("b")  # its server is lost
+    assert work.take(60) == 6
     assert not work.finished
 
 

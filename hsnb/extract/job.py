@@ -67,7 +67,8 @@ class Job:
         self.committer = Committer(self.ledger, self.output)
         self.publisher = Publisher(self.output, self.committer, self.loss_mask, self.disk, self.limits.patience_s, self.work.stopping)
         self.workers = [Worker(self, server) for server in servers]
-        self.work.workers = len(self.workers)
+        for worker in self.workers:
+            self.work.join(worker.name)
         for worker in self.workers:
             worker.start()
 

@@ -20,7 +20,7 @@ class Work:
         self.rows = len(self._waiting)
         self.asked_tokens = self.left_tokens = sum(lengths[r] for r in self._waiting)  # left: waiting or in flight
         self.tokens = self.bytes = self.done = self.failed = 0
-        self.workers = 0
+        self._workers: set[str] = set()
         self.stopping = threading.Event()
 
     def take(self, in_flight: int) -> int | None:
@@ -31,15 +31,21 @@ class Work:
         with self._lock:
             if not self._waiting or self.stopping.is_set():
                 return None
-            if self.workers > 1 and in_flight and in_flight + self.lengths[self._waiting[0]] > self.left_tokens / self.workers:
+            share = self.left_tokens / max(1, len(self._workers))
+            if len(self._workers) > 1 and in_flight and in_flight + self.lengths[self._waiting[0]] > share:
                 return None
             self._flying += 1
             return self._waiting.popleft()
 
-    def leave(self) -> None:
-        """Say that a worker has ended."""
+    def join(self, worker: str) -> None:
+        """Say that a worker (its URL) pulls from here now."""
         with self._lock:
-            self.workers -= 1
+            self._workers.add(worker)
+
+    def leave(self, worker: str) -> None:
+        """Say that a worker has ended, or waits for its server to come back: the others share what is left."""
+        with self._lock:
+            self._workers.discard(worker)
 
     def put_back(self, row: int) -> None:
         """Return a row that its server could not do, to be taken next by whoever can."""

@@ -57,7 +57,7 @@ class Worker(threading.Thread):
             if isinstance(self.error, CanaryOut):
                 self._distrust()
         finally:
-            self.work.leave()
+            self.work.leave(self.name)
             self.job.wake.set()
 
     def stop(self) -> None:
@@ -81,6 +81,7 @@ class Worker(threading.Thread):
             except* ServerLost as group:
                 error = first_of(group)
             in_a_row = 0 if self.done > done else in_a_row
+            self.work.leave(self.name)
             while error:
                 if self.work.stopping.is_set():
                     return
@@ -98,6 +99,7 @@ class Worker(threading.Thread):
                 self.others.begin()
                 self.requests = None
             self.flow, self.paused = Flow(self.server, self.limits, self.job.in_flight_tokens), ""
+            self.work.join(self.name)
 
     async def _serve(self) -> None:
         """Work until nothing is left, at this server or another. Raises a group with ServerLost or what no retry can mend."""
