@@ -36,7 +36,7 @@ from tests.zygote import Zygote
 
 pytestmark = [pytest.mark.engine("tiny, killed"), pytest.mark.timeout(1200)]
 
-SAMPLES, CLIENT_KILLS, SERVER_KILLS, SEVERAL_KILLS = 700, 40, 10, 6
+SAMPLES, CLIENT_KILLS, SERVER_KILLS, SEVERAL_KILLS = 300, 40, 10, 6
 SEED = 20261130
 
 

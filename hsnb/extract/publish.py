@@ -70,16 +70,20 @@ class Publisher:
 
     def _with_room(self, pause: Callable[[str], None], write: Callable, *args):
         """Call `write`, again and again while the disk is full, as long as the run's patience lasts."""
-        end = time.monotonic() + self.patience_s
+        end, waited = time.monotonic() + self.patience_s, False
         while True:
             try:
-                return write(*args)
+                made = write(*args)
+                if waited:
+                    pause("")
+                return made
             except Exception as error:
                 if not disk_full(error):
                     raise
                 pause(f"the output disk is full: {self.disk.words()}")
                 if time.monotonic() > end or self.stopping.is_set():
                     raise full(f"the output disk is full: {self.disk.words()}", self.patience_s) from error
+            waited = True
             time.sleep(LOOK_S)
 
 
