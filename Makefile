@@ -10,7 +10,7 @@ PINS := $(filter-out requirements/trainers-% requirements/vllm-%,$(wildcard requ
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report gpu clean
+.PHONY: help setup setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report figures gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -105,6 +105,10 @@ strip: setup  ## take outputs out of the notebooks before a commit
 
 report: setup  ## render outputs/$(RUN) again (RUN=demo)
 	$(BIN)/hsnb report $(or $(RUN),demo)
+
+figures: setup setup-vllm  ## the README's figure, from a real run of 02_divergence
+	$(BIN)/hsnb run 02_divergence -p run figures
+	$(BIN)/python -m benchmarks.render_divergence outputs/figures/divergence.json
 
 gpu: setup  ## hsnb's checks on this machine's GPU(s), and docs/gpu-results.md (GPUS=1 or 2)
 	ok=0; $(BIN)/python -m benchmarks.gpu --gpus $(or $(GPUS),1) || ok=$$?; $(BIN)/python -m benchmarks.render_gpu; exit $$ok

@@ -33,7 +33,7 @@ def through_hsnb(server: Server, prompts: Prompts) -> tuple[States, dict[int, fl
             batched = [f.result() for f in [pool.submit(_ask, server, client, ids) for ids in prompts]]
     armed = server.armed[0]
     states = States(
-        name=f"SGLang {server.sglang_version} through hsnb",
+        name=f"SGLang {server.sglang_version} (hsnb)",
         token_ids=tuple(torch.tensor(ids) for ids in prompts),
         tensors=tuple(tensor for tensor, _ in alone),
         columns=labels(armed.boundaries),
@@ -82,7 +82,7 @@ def through_sglangs_option(deployment: Deployment, ids: Sequence[int], prompts: 
         tensors = [_handed_out(client, prompt, len(ids)) for prompt in prompts]
         version = server.sglang_version
     return States(
-        name=f"SGLang {version}, its own option",
+        name=f"SGLang {version}",
         token_ids=tuple(torch.tensor(p) for p in prompts),
         tensors=tuple(tensors),
         columns=tuple(f"id {i}" for i in sorted(ids)),

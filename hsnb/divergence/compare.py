@@ -55,7 +55,10 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` measured. `offsets`: a's columns on b's; `witnessed`: {party: its columns on transformers'}."""
+    """What `compare` measured. `offsets`: a's columns on b's; `witnessed`: {party: its columns on transformers'}.
+
+    `alone`: a's columns whose number b has not, and that fit none of b's.
+    """
 
     a: str
     b: str
@@ -64,6 +67,7 @@ class Comparison:
     offsets: tuple[off.Offset, ...] = field(repr=False)
     witnessed: dict[str, tuple[off.Offset, ...]] = field(repr=False)
     boundaries: tuple[Boundary, ...] = field(repr=False)
+    alone: tuple[str, ...] = ()
     finals: tuple[Final, ...] = ()
     logprob_gap: tuple[float, float] | None = None  # mean and largest |a - b| of the next tokens' log p, nats
     tokens: tuple[dict, ...] = field(default=(), repr=False)
@@ -72,7 +76,7 @@ class Comparison:
     def verdict(self) -> str:
         """Return agree, shifted, found (a's columns have no numbers), undecided or unrelated: of a's columns on b's."""
         verdicts = {o.verdict for o in self.offsets}
-        if "unknown" in verdicts:
+        if "unknown" in verdicts or not verdicts:
             return "unrelated"
         return next((v for v in ("shifted", "undecided", "found") if v in verdicts), "agree")
 
@@ -115,6 +119,7 @@ class Comparison:
             "b": self.b,
             "dtype": self.dtype,
             "verdict": self.verdict,
+            "alone": list(self.alone),
             "offsets": [o.as_dict() for o in self.offsets],
             "witnessed": {name: [o.as_dict() for o in found] for name, found in self.witnessed.items()},
             "boundaries": [vars(b) for b in self.boundaries],
@@ -157,15 +162,18 @@ def compare(
         half = (half_noise or {}).get(k)
         spread = (found.relative_l2[i, j], found.low[i, j], found.high[i, j], found.first[i, j])
         boundaries.append(Boundary(k, *(v.item() for v in spread), noise[y], half, cost[y]))
+    offsets = off.find_offsets(found, a, b, cost, noise)
+    alone = [o.column for o in offsets if o.verdict == "unknown" and o.said is not None and b.numbered() and o.said not in b.numbered()]
     finals = tuple(f for f in (_final(p, [a, b, reference], head) for p in (a, b)) if f) if head else ()
     return Comparison(
         a.name,
         b.name,
         max(a.dtype, b.dtype, key=lambda d: ("float32", "float16", "bfloat16").index(d)),
         found,
-        off.find_offsets(found, a, b, cost, noise),
+        tuple(o for o in offsets if o.column not in alone),
         witnessed,
         tuple(boundaries),
+        tuple(alone),
         finals,
         _gap(a, b, finals, head),
         tuple(_where(a, b, common, names or {})),

@@ -13,6 +13,7 @@ from hsnb.divergence.study import Study
 from hsnb.paths import write_json
 from hsnb.probe.bars import FP32_BAR
 
+LISTS = "THE STATES AGREE, THE LISTS DO NOT: the same ids name other layers"
 VERDICTS = {
     "agree": "THESE TWO AGREE: look elsewhere",
     "shifted": "THESE TWO COUNT LAYERS DIFFERENTLY",
@@ -53,6 +54,7 @@ def conclude(study: Study, comparison: Comparison, settings: tuple[Setting, ...]
     """Put what was measured into words."""
     checks = (*_comparison_checks(comparison), *(_setting_check(s) for s in settings))
     said = (*_on_lists(study, settings), *_on_boundaries(study, comparison), *_on_final(comparison))
+    verdict = LISTS if comparison.verdict == "agree" and _lists_differ(settings) else VERDICTS[comparison.verdict]
     record = {
         "model": study.deployment.model,
         "architecture": study.architecture,
@@ -60,7 +62,7 @@ def conclude(study: Study, comparison: Comparison, settings: tuple[Setting, ...]
         "layers": study.layers,
         "dtype": study.dtype,
         "ids": list(study.ids),
-        "verdict": VERDICTS[comparison.verdict],
+        "verdict": verdict,
         "sentences": list(said),
         "checks": [c.as_dict() for c in checks],
         "comparison": comparison.as_dict(),
@@ -71,12 +73,13 @@ def conclude(study: Study, comparison: Comparison, settings: tuple[Setting, ...]
             "a": found.a, "b": found.b, "rows": found.rows, "columns": found.columns, "relative_l2": found.relative_l2.tolist(),
             "tokens": found.tokens,
         }  # fmt: skip
-    return Conclusion(VERDICTS[comparison.verdict], tuple(said), checks, record)
+    return Conclusion(verdict, tuple(said), checks, record)
 
 
 def _comparison_checks(c: Comparison) -> list[Check]:
     verdicts = [o.verdict for o in c.offsets]
     counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+    counted += f"; {', '.join(c.alone)} alone" if c.alone else ""
     blurred = "undecided" in verdicts and not {"shifted", "unknown"} & set(verdicts)
     checks = [
         Check(
@@ -126,6 +129,15 @@ def _setting_check(s: Setting) -> Check:
     return Check(name, f"boundaries {short(s.measured)}", f"boundaries {short(s.expected)}", s.as_expected, "", "hsnb.boundaries", blurred)
 
 
+def _lists_differ(settings: tuple[Setting, ...]) -> bool:
+    """Say whether the engines returned other boundaries for one and the same list."""
+    told: dict[tuple[int, ...], set] = {}
+    for s in settings:
+        if None not in s.measured:
+            told.setdefault(s.ids, set()).add(s.measured)
+    return any(len(measured) > 1 for measured in told.values())
+
+
 def _on_lists(study: Study, settings: tuple[Setting, ...]) -> list[str]:
     said, by_list = [], {}
     for s in settings:
@@ -163,6 +175,7 @@ def _on_boundaries(study: Study, c: Comparison) -> list[str]:
         said = [
             f"Asked for the same boundaries, {c.a} and {c.b} agree at all {len(c.offsets)} of them in {c.dtype}: relative L2 at most "
             f"{worst:.2g}, while the nearest wrong boundary is at least {shift:.2g} away. If acceptance is low, these two captures are not the reason."
+            + (f" ({', '.join(c.alone)} has no counterpart in {c.b}.)" if c.alone else "")
         ]
     elif c.verdict == "shifted":
         shown = ", ".join(f"{o.column} is {o.fits}" for o in shifted[:4]) + (", ..." if len(shifted) > 4 else "")
@@ -189,11 +202,7 @@ def _on_numerics(c: Comparison) -> str:
     ratio = min(b.shift / max(b.error, b.noise) for b in c.boundaries)
     text = f"Numerics against a shift, the first token of each prompt left out: in {c.dtype} a shift by one costs at least {ratio:,.0f} times what the two differ by"
     half = [b.shift / b.half_noise for b in c.boundaries if b.half_noise]
-    return (
-        f"{text}; what bfloat16 does to the states is {min(half):,.1f} to {max(half):,.1f} times smaller than a shift."
-        if half
-        else f"{text}."
-    )
+    return f"{text}; what bfloat16 does to the states is at least {min(half):,.1f} times smaller than a shift." if half else f"{text}."
 
 
 def _on_final(c: Comparison) -> list[str]:

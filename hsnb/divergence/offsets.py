@@ -45,7 +45,7 @@ class Offset:
 
     @property
     def verdict(self) -> str:
-        if not self.error <= max(KINSHIP * self.distance, CERTAIN * self.noise):  # NaN fits nothing
+        if not self.error <= max(KINSHIP * min(self.distance, 1.0), CERTAIN * self.noise):  # NaN fits nothing; a state of zeros is 1 away
             return "unknown"
         if self.margin < CERTAIN * self.noise:
             return "undecided"
