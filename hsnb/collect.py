@@ -76,8 +76,8 @@ def free(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def sweep(spool: Path, prefix: str, but: str) -> int:
-    """Remove the dumps of requests whose ids begin with `prefix` and not with `but`; return how many.
+def sweep(spool: Path, prefix: str, but: str | None = None) -> int:
+    """Remove the dumps of requests whose ids begin with `prefix` and not with `but`, when it is given; return how many.
 
     A killed client leaves dumps in a living server's spool. Its ids begin with its ledger's name, and this process holds that
     ledger's lock: nobody waits for them any more.
@@ -88,7 +88,7 @@ def sweep(spool: Path, prefix: str, but: str) -> int:
             request_id = open_dump(path).request_id
         except DumpError:  # freed meanwhile by its own client
             continue
-        if request_id.startswith(prefix) and not request_id.startswith(but):
+        if request_id.startswith(prefix) and not (but and request_id.startswith(but)):
             free(path)
             removed += 1
     return removed

@@ -13,6 +13,8 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -101,9 +103,11 @@ class Client:
         assert self.zygote.wait(pid) == 0, self.log.read_text()[-3000:]
         return time.monotonic() - before
 
-    def killed(self, after_s: float) -> None:
-        pid = self.zygote.start(self.args, self.log)
-        time.sleep(after_s)
+    def killed(self, moment: Callable[[float], bool]) -> None:
+        """Start one and kill it once `moment(seconds since)` says so."""
+        pid, before = self.zygote.start(self.args, self.log), time.monotonic()
+        while not moment(time.monotonic() - before) and psutil.pid_exists(pid):
+            time.sleep(0.002)
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself: its status says so below
             os.kill(pid, signal.SIGKILL)
         status = self.zygote.wait(pid)
@@ -115,19 +119,46 @@ def unchanged(before: dict[str, str], now: dict[str, str]) -> None:
     assert {name: now.get(name) for name in before} == before
 
 
-def window(startup_s: float, rate: float, kills: int, samples: float) -> float:
-    """Return w so that `kills` of something, killed at uniform(0, w) and at work after `startup_s`, publish about `samples` in all."""
-    w = startup_s
-    while kills * rate * (w - startup_s) ** 2 / (2 * w) < samples and w < startup_s + 30:
-        w += 0.05
-    return w
+def moments(folder: Path, kills: int, samples: float, startup_s: float, cycle_s: float, rng: random.Random) -> Iterator[Callable]:
+    """Yield `kills` random moments: a third while what is killed starts, the others after some more samples and a part of a cycle.
+
+    Told by samples and not by a clock, they are spread over the shard on a slow machine and on a fast one: by the last one
+    about `samples` of those that are left are published, and never all.
+    """
+    each = max(1, round(2 * samples / (kills * 2 / 3)))
+    for n in range(kills):
+        have = count(folder)
+        early = rng.uniform(0.0, startup_s)
+        if rng.random() < 1 / 3:
+            yield partial(_early, folder, have, early)
+        else:
+            more = min(rng.randint(0, each), max(0, SAMPLES - have - 3 * (kills - n)))
+            yield partial(_after_samples, folder, have + more, 0.0 if more else early, rng.uniform(0.0, cycle_s), [])
 
 
-def kill_clients(client: Client, folder: Path, kills: int, longest_s: float, rng: random.Random) -> int:
-    """Kill `kills` clients at random moments; return how many of them had published something new."""
+def _early(folder: Path, have: int, after_s: float, since: float) -> bool:
+    return since > after_s or count(folder) > have
+
+
+def _after_samples(folder: Path, goal: int, after_s: float, jitter_s: float, reached: list[float], since: float) -> bool:
+    if not reached and since >= after_s and count(folder) >= goal:
+        reached.append(since)
+    return bool(reached) and since >= reached[0] + jitter_s
+
+
+def count(folder: Path) -> int:
+    """Return how many files are published."""
+    try:
+        return sum(name.startswith("hs_") for name in os.listdir(folder / "hidden_states"))
+    except FileNotFoundError:
+        return 0
+
+
+def kill_clients(client: Client, folder: Path, moments: Iterator[Callable]) -> int:
+    """Kill a client at each of `moments`; return how many of them had published something new."""
     published, busy = sums(folder), 0
-    for _ in range(kills):
-        client.killed(rng.uniform(0.0, longest_s))
+    for moment in moments:
+        client.killed(moment)
         now = sums(folder)
         unchanged(published, now)
         busy += len(now) > len(published)
@@ -175,19 +206,18 @@ def test_fifty_kills_over_one_shard(project, deployment, zygote, engine, engine_
         rate = SAMPLES / max(seconds - nothing, 0.1)
         whole(calm, server.spool)
 
-        longest = window(nothing, rate, CLIENT_KILLS, 0.6 * SAMPLES)
         client = Client(project, zygote, server, "torn", "--in-flight-tokens", "1")
-        busy = kill_clients(client, torn, CLIENT_KILLS, longest, rng)
-        assert busy > CLIENT_KILLS / 4
+        busy = kill_clients(client, torn, moments(torn, CLIENT_KILLS, 0.6 * SAMPLES, nothing, 1 / rate, rng))
+        assert busy >= CLIENT_KILLS / 4
 
         many = Client(project, zygote, server, "several")
-        kill_clients(many, several, SEVERAL_KILLS, window(nothing, 3 * rate, SEVERAL_KILLS, 0.4 * SAMPLES), rng)
+        kill_clients(many, several, moments(several, SEVERAL_KILLS, 0.4 * SAMPLES, nothing, 1 / rate, rng))
         many.whole()
         whole(several, server.spool)
         assert set(server.spool.iterdir()) == spool
 
-    print(f"{SAMPLES} samples in {seconds:.1f} s, {nothing:.1f} s of it the start; clients killed within {longest:.1f} s, {busy} of them at work; "
-          f"{len(sums(torn))} samples published by then")  # fmt: skip
+    print(f"{SAMPLES} samples in {seconds:.1f} s, {nothing:.1f} s of it the start; {busy} of {CLIENT_KILLS} killed clients had published; "
+          f"{count(torn)} samples published by then")  # fmt: skip
     starts = kill_servers(deployment, torn, tmp_path, rng, rate)
     for n in range(starts):
         engine_starts.note(f"tiny, killed {n}", deployment.name and json.loads((torn / "hsnb.json").read_text())["fingerprint"]["sglang"])
@@ -204,22 +234,24 @@ def kill_servers(deployment: Deployment, folder: Path, log_dir: Path, rng: rando
     with Server.start(deployment, log_dir=log_dir) as server:
         before = time.monotonic()
         probe.ensure(server)
-        left = SAMPLES - len(sums(folder))
-        longest = window(time.monotonic() - before, rate, SERVER_KILLS, 0.6 * left)
+        when = moments(folder, SERVER_KILLS, 0.6 * (SAMPLES - count(folder)), time.monotonic() - before, 1 / rate, rng)
         over = threading.Event()
 
         def killer() -> None:
             last = 0
             try:
-                while len(killed) < SERVER_KILLS and not over.is_set():
+                for moment in when:
                     if len(killed) == SERVER_KILLS // 2:  # this time before it is ready
-                        pid, published = wait_for_scheduler(not_pid=last, over=over), sums(folder)
+                        pid = wait_for_scheduler(not_pid=last, over=over)
                     else:
                         while server.armed[0].pid == last and not over.wait(0.02):
                             pass
-                        over.wait(rng.uniform(0.0, longest))
-                        pid, published = rng.choice([server.armed[0].pid, server.pid]), sums(folder)
+                        before = time.monotonic()
+                        while not moment(time.monotonic() - before) and not over.wait(0.002):
+                            pass
+                        pid = rng.choice([server.armed[0].pid, server.pid])
                         last = server.armed[0].pid
+                    published = sums(folder)
                     if over.is_set():
                         break
                     os.kill(pid, signal.SIGKILL)

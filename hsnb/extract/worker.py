@@ -106,7 +106,7 @@ class Worker(threading.Thread):
         with ThreadPoolExecutor(self.job.writers, thread_name_prefix="hsnb-writer") as self.pool:
             async with self.server.client(timeout_s=CLIENT_S, connections=self.flow.most_requests + 8) as client:
                 self.requests = Requests(self.server, client, self.flow)
-                await self._sweep()
+                await asyncio.to_thread(sweep, self.server.spool, self.job.prefix, self.job.run_prefix)
                 async with asyncio.TaskGroup() as group:
                     watch = group.create_task(self._watch())
                     await self._canary()
@@ -115,10 +115,7 @@ class Worker(threading.Thread):
                 if self.entered:
                     with contextlib.suppress(ServerLost):
                         await self._canary()
-                await self._sweep()
-
-    async def _sweep(self) -> None:
-        await asyncio.to_thread(sweep, self.server.spool, self.job.prefix, self.job.run_prefix)
+                await asyncio.to_thread(sweep, self.server.spool, self.job.prefix)  # nothing of ours is in flight any more
 
     # -- keeping the engine fed ----------------------------------------------------------------------------------
 
