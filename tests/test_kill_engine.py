@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from datasets import load_from_disk
 
 from hsnb import extract, probe
@@ -45,7 +46,10 @@ SEED = 20261130
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     folder = make_project(tmp_path_factory.mktemp("kill") / "project")
-    tiny_params(folder, SAMPLES, 16)
+    params = tiny_params(folder, SAMPLES, 16)
+    tree = yaml.safe_load(params.read_text())
+    tree["server"]["env"] = {"OMP_NUM_THREADS": "1"}  # threads of so small a model wait for each other longer than they work
+    params.write_text(yaml.safe_dump(tree))
     return folder
 
 
