@@ -6,8 +6,10 @@ float32, so that states can be compared closer than bfloat16 rounds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,17 +24,23 @@ class Zygote:
             cwd=Path(__file__).resolve().parents[1],
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
+        self.running = 0
 
     def start(self, args: list[str], log: Path) -> int:
         print(json.dumps([args, str(log)]), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        self.running = int(self.process.stdout.readline())
+        return self.running
 
     def wait(self, pid: int) -> int:
         said, status = map(int, self.process.stdout.readline().split())
         assert said == pid
+        self.running = 0
         return status
 
     def close(self) -> None:
+        if self.running:  # of a test that failed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.running, signal.SIGKILL)
         self.process.stdin.close()
         self.process.wait(10)
 
