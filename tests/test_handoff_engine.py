@@ -74,13 +74,14 @@ def test_what_a_mistake_costs_in_every_seed(told):
 
 
 def test_the_loss_shows_none_of_it(told):
-    """The wrong norm costs most of what was learnt, and its loss is no higher: the reason why acceptance has to be measured."""
+    """The wrong norm costs most of what was learnt, and its loss is hardly higher: the reason why acceptance has to be measured."""
     runs = told["handoff"]["comparisons"]
     loss = {name: statistics.mean(r["last_loss"] for r in seeds) for name, seeds in runs.items()}
     own = {name: statistics.mean(r["validation"]["full_acc_0"] for r in seeds) for name, seeds in runs.items()}
-    assert loss["wrong norm"] < loss["right"] * 1.1
-    assert own["wrong norm"] > own["right"] * 0.8  # nor does the trainer's own validation
-    assert abs(loss["one late"] / loss["right"] - 1) < 0.1
+    served = {name: statistics.mean(r["position_0"] for r in seeds) for name, seeds in runs.items()}
+    assert loss["wrong norm"] < loss["right"] * 1.1 and abs(loss["one late"] / loss["right"] - 1) < 0.1
+    assert served["wrong norm"] < served["right"] * 0.5
+    assert own["wrong norm"] > own["right"] * 0.65  # and the trainer's own validation shows the least part of it
 
 
 def test_what_the_right_drafter_was_served(told):

@@ -34,7 +34,8 @@ def acceptance(results: Mapping[str, object], ax=None):
         label = f"{name}: accept length {result.accept_length:.3f} (n = {result.verifications:,} verifications)"
         ax.bar(x, shares, width, color=PALETTE[n % len(PALETTE)], label=label)
     steps = max(len(r.per_position) for r in results.values())
-    ax.set(xticks=range(1, steps + 1), xlabel="draft", ylabel="share accepted", title="Accepted drafts", ylim=(0, None))
+    ax.set(xticks=range(1, steps + 1), xlabel="draft", ylabel="share accepted", title="Accepted drafts")
+    ax.set_ylim(0, 1.35 * max(max(r.per_position) for r in results.values()) or 1)  # room for the legend
     ax.legend(fontsize=8)
     return ax
 
@@ -48,17 +49,17 @@ def costs(values: Mapping[str, Mapping[str, Sequence[float]]], baseline: str, ax
 
     if ax is None:
         _, ax = plt.subplots(1, 2, figsize=(9, 0.5 + 0.4 * len(values)), layout="constrained", facecolor="white", sharey=True)
-    for panel, key, title in zip(
-        ax, ("accept_length", "loss"), ("accept length on what is served", "last training loss (nats)"), strict=True
+    for panel, key, title, least in zip(
+        ax, ("accept_length", "loss"), ("accept length, served", "last training loss, nats"), (1.0, 0.0), strict=True
     ):
         panel.set_facecolor("white")
         panel.spines[["top", "right"]].set_visible(False)
         for n, name in enumerate(values):
             points = values[name][key]
-            panel.plot(points, [n] * len(points), "o", color=BLUE if name == baseline else ORANGE, ms=6)
-        panel.axvline(float(np.mean(values[baseline][key])), color=BLUE, lw=1, ls="--")
-        panel.set(
-            yticks=range(len(values)), yticklabels=list(values), title=f"{title} (n = {max(len(v[key]) for v in values.values())} seeds)"
-        )
-        panel.invert_yaxis() if panel is ax[0] else None
+            panel.plot(points, [n] * len(points), "o", color=BLUE if name.startswith(baseline) else ORANGE, ms=6)
+        panel.axvline(float(np.mean(values[baseline][key])), color=BLUE, lw=1, ls="--", label=f"{baseline}, mean")
+        most = max(max(v[key]) for v in values.values())
+        panel.set(yticks=range(len(values)), yticklabels=list(values), title=f"{title} (n = {len(values[baseline][key])} a row)")
+        panel.set_xlim(least, most + 0.1 * (most - least))  # from the least there can be: else the smallest difference fills the panel
+    ax[0].invert_yaxis()
     return ax

@@ -1,12 +1,13 @@
 """What a mistake in the states costs a drafter: the same short training on right and on wrong states, judged on what is served.
 
 Every drafter is judged on the states that SGLang feeds it at serving, the right ones, whatever it was trained on: a trainer's own
-validation is measured on states with the same mistake, and shows none of it, and nor does the loss.
+validation is measured on states with the same mistake, and shows the least part of it; the loss shows none.
 """
 
 from __future__ import annotations
 
 import html
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -209,7 +210,7 @@ def compare(
     total = recipe.steps * len(wanted) * seeds
     with Driver(out / "trainer.log") as driver, Progress(total, unit="steps", desc="training") as progress:
         for name, variant in wanted.items():
-            slug = "".join(c if c.isalnum() else "-" for c in name).strip("-")
+            slug = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
             states, check = _states(training_states, held_out, variant, samples, out / slug)
             for seed in range(seeds):
                 tell = lambda step, loss, name=name, seed=seed: progress.advance(1, note=f"{name}, seed {seed}: loss {loss:.2f}")  # noqa: E731
