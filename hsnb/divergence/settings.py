@@ -84,8 +84,12 @@ def against(settings: tuple[Setting, ...]) -> Distances | None:
 
 
 def short(numbers) -> str:
-    """Return "2, 15, 27", and "2..28" for a long run without gaps."""
-    known = list(numbers)
-    if len(known) > 4 and None not in known and known == list(range(known[0], known[0] + len(known))):
-        return f"{known[0]}..{known[-1]}"
-    return ", ".join("?" if n is None else str(n) for n in known)
+    """Return "2, 15, 27", with runs of four or more as "27..33"; "?" for a number that cannot be told."""
+    runs: list[list] = []
+    for n in numbers:
+        if runs and None not in (n, runs[-1][-1]) and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = [f"{r[0]}..{r[-1]}" if len(r) > 3 else ", ".join("?" if n is None else str(n) for n in r) for r in runs]
+    return ", ".join(parts)

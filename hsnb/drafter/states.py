@@ -24,7 +24,7 @@ from hsnb.checks import Asked, dump_checks, require
 from hsnb.collect import collect, free
 from hsnb.dumps import open_dump
 from hsnb.errors import DataError, DumpError
-from hsnb.extract import describe
+from hsnb.extract.output import Output
 from hsnb.paths import write_json
 from hsnb.progress import Progress
 from hsnb.trainers import speculators
@@ -156,7 +156,7 @@ def take(server, samples: Sequence[Sample], out: Path) -> StatesFolder:
             seen.advance()
 
         list(pool.map(one, range(len(samples))))
-    describe(out, server, "speculators", {})
+    Output(out, "states", "speculators").describe(server, "speculators", {})
     return open_states(out)
 
 
