@@ -30,7 +30,7 @@ SILENT_S = 300.0  # a training that says nothing for so long has hung
 class Recipe:
     """How a short training goes; the defaults are about the least with which every mistake still shows (docs/handoff.md)."""
 
-    steps: int = 50
+    steps: int = 40
     seconds: float = 0.0  # 0: no limit
     tokens_per_step: int = 512
     ttt_steps: int = 1
