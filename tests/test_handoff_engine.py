@@ -18,7 +18,7 @@ from hsnb.notebook import check
 from hsnb.params import Deployment
 from tests.project import BIN, make_project, shell
 
-pytestmark = [pytest.mark.notebook, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.notebook, pytest.mark.engine("handoff"), pytest.mark.timeout(2400)]
 SEEDS, MINUTES = 3, 9.5
 ROWS = 96  # of shard 0: what the trainings see
 
