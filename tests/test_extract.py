@@ -118,8 +118,8 @@ def test_files_that_no_ledger_has_are_set_aside_and_not_counted(server, data):
     again = extract.run(server, data, num_shards=4)
     assert (again.done_before, again.samples, again.damaged, again.ok) == (3, 10, 0, True)
     aside = data.path / "set-aside" / "hidden_states"
-    assert sorted(p.name for p in aside.iterdir()) == ["hs_12.safetensors", "hs_16.safetensors"]
-    assert (aside / "hs_12.safetensors").read_bytes() == foreign
+    assert sorted(p.name for p in aside.iterdir()) == ["hs_12.safetensors.aside", "hs_16.safetensors.aside"]
+    assert (aside / "hs_12.safetensors.aside").read_bytes() == foreign
     assert open_dump(folder / "hs_12.safetensors").num_tokens == LENGTHS[12]
 
 

@@ -113,7 +113,7 @@ def test_a_file_without_an_entry_does_not_count(server, data):
     (data.path / "ledger" / "shard-0000-of-0004.parquet").unlink()  # as if it had been killed before the export
     again = run(server, data)
     assert (again.done_before, again.new_tokens) == (6, 25)
-    assert (data.path / "set-aside" / "hidden_states" / "hs_4.safetensors").read_bytes() == b"half a file"
+    assert (data.path / "set-aside" / "hidden_states" / "hs_4.safetensors.aside").read_bytes() == b"half a file"
     assert open_dump(data.path / "hidden_states" / "hs_4.safetensors").num_tokens == 25
     assert list((data.path / "hidden_states").glob(".*")) == []
 

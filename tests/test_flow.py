@@ -16,7 +16,7 @@ from hsnb.extract import Limits
 from hsnb.extract.flow import Disk, Flow, hours
 from hsnb.extract.work import Work
 from hsnb.ledger import read_ledgers
-from hsnb.trainers import speculators
+from hsnb.trainers.speculators import SpeculatorsLayout
 from tests.stub import StubServer, make_data
 
 MB = 1 << 20
@@ -134,14 +134,14 @@ def test_a_slow_disk_slows_the_requests_and_fills_nothing(tmp_path, disk, monkey
         shutil.copy(path, spool)
     server.spool = spool
     data = make_data(tmp_path / "data", [100] * 50)
-    slow, most = speculators.publish, []
+    slow, most = SpeculatorsLayout.publish, []
 
     def publish(*args):
         most.append(shutil.disk_usage(spool).used)
         time.sleep(0.03)
         return slow(*args)
 
-    monkeypatch.setattr(speculators, "publish", publish)
+    monkeypatch.setattr(SpeculatorsLayout, "publish", publish)
     result = extract.run(server, data, limits=Limits(canary_every=0))
     assert result.ok and result.paused_s == 0
     assert max(most) <= 32 * MB
@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_all_at_once_loses_nothing(tmp_path, disk):
 
 def test_a_dead_disk_stops_the_run_with_its_own_words(tmp_path, monkeypatch):
     server, data = StubServer(tmp_path), make_data(tmp_path / "data", [10] * 40)
-    good, calls = speculators.publish, []
+    good, calls = SpeculatorsLayout.publish, []
 
     def dies(*args):
         calls.append(args)
@@ -240,7 +240,7 @@ def test_a_dead_disk_stops_the_run_with_its_own_words(tmp_path, monkeypatch):
             raise ExtractError(got="hs_9: Input/output error", expected="room", likely="the disk", next="see dmesg") from OSError(5, "EIO")
         return good(*args)
 
-    monkeypatch.setattr(speculators, "publish", dies)
+    monkeypatch.setattr(SpeculatorsLayout, "publish", dies)
     monkeypatch.setattr("hsnb.extract.publish.DISK_TRIES", 2)
     with pytest.raises(ExtractError, match="Input/output error"):
         extract.run(server, data)
@@ -252,7 +252,7 @@ def test_a_dead_disk_stops_the_run_with_its_own_words(tmp_path, monkeypatch):
 
 def test_a_disk_that_fails_once_is_tried_again(tmp_path, monkeypatch):
     server, data = StubServer(tmp_path), make_data(tmp_path / "data", [10] * 10)
-    good, calls = speculators.publish, []
+    good, calls = SpeculatorsLayout.publish, []
 
     def hiccup(*args):
         calls.append(args)
@@ -260,6 +260,6 @@ def test_a_disk_that_fails_once_is_tried_again(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         return good(*args)
 
-    monkeypatch.setattr(speculators, "publish", hiccup)
+    monkeypatch.setattr(SpeculatorsLayout, "publish", hiccup)
     assert extract.run(server, data).ok
     assert len([rid for rid in server.asked if "canary" not in rid]) == 10  # the same dump was written again

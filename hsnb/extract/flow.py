@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 
 from hsnb.errors import ExtractError
+from hsnb.limits import server_limits
 from hsnb.params import ExtractParams
+from hsnb.sizes import floor as least_free
 
 SPOOL_SHARE = 0.5  # of the spool's free bytes that requests in flight may need: others use /dev/shm too
 MAX_REQUESTS = 256  # in the server at once
 MAX_DUMPS = 256  # answered and not published yet: writers that are this far behind are not helped by more
 HEADER = 8192  # bytes of a dump besides states and ids, at most
 WINDOW_S = 300.0  # of the rate that forecasts look at
-SPOOL_FLOOR, OUTPUT_FLOOR, FLOOR_SHARE = 1 << 30, 10 << 30, 0.05
+SPOOL_FLOOR, OUTPUT_FLOOR = 1 << 30, 10 << 30
 
 
 class Disk:
@@ -26,7 +28,7 @@ class Disk:
 
     def __init__(self, path: Path, floor: int | None, most: int):
         self.path = path
-        self.floor = floor if floor is not None else min(most, int(FLOOR_SHARE * shutil.disk_usage(path).total))
+        self.floor = least_free(floor, most, shutil.disk_usage(path).total)
         self._lock, self._pending = threading.Lock(), 0
         self._written: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
 
@@ -74,7 +76,7 @@ class Flow:
         chunk = int(info.get("chunked_prefill_size") or 0)
         self.most_tokens = in_flight_tokens or pool + max(chunk, 0)
         self.most_requests = max(8, min(MAX_REQUESTS, 2 * int(info.get("max_running_requests") or MAX_REQUESTS)))
-        self.longest = min(pool, int(info.get("context_length") or pool)) - 1  # one token is answered
+        self.longest = server_limits(info).longest or pool  # one more is refused, or never answered
         self.given = in_flight_tokens
         self.disk = Disk(self.spool, limits.spool_floor, SPOOL_FLOOR)
         self.tokens = self.requests = self.dumps = 0  # in the server; answered and not freed
@@ -122,7 +124,7 @@ def check_fits(flow: Flow, rows, lengths) -> None:
     if lengths[longest] > flow.longest:
         raise ExtractError(
             got=f"row {longest} has {lengths[longest]} tokens",
-            expected=f"at most {flow.longest} (the smaller of the server's context_length and max_total_num_tokens, and one is answered)",
+            expected=f"at most {flow.longest} (what the server's context_length and max_total_num_tokens leave for a prompt)",
             likely="max_length is larger than the server's context",
             next="lower max_length in a new run, or raise server.context_length and server.max_total_tokens",
         )

@@ -27,6 +27,7 @@ from hsnb.extract.status import Status
 from hsnb.extract.work import Work
 from hsnb.extract.worker import Worker
 from hsnb.ledger import Entry, Ledger, home, read_failed, read_ledgers
+from hsnb.order import send_order
 from hsnb.params import ExtractParams
 from hsnb.probe.receipt import require_receipt
 from hsnb.progress import Progress
@@ -148,9 +149,12 @@ def run(
         output.describe(servers[0], layout, print_)
         armed = servers[0].armed[0]
         width = (len(armed.boundaries) + 1) * armed.hidden_size * output.layout.DTYPE.itemsize
+        budget = Flow(servers[0], limits, in_flight_tokens).most_tokens
+        queue = [owed[at] for at in send_order([int(lengths[r]) for r in owed], budget)]
+        columns = ["input_ids"] if output.layout.mask == "table" else ["input_ids", "loss_mask"]
         job = Job(
-            data, Work(owed, lengths), limits, in_flight_tokens, ledger, output, Disk(data.path, limits.output_floor, OUTPUT_FLOOR),
-            width + 16, data.dataset().with_format("arrow", columns=["input_ids"]), int(ok.argmax()), min(8, max(2, (os.cpu_count() or 2) // len(servers))),
+            data, Work(queue, lengths), limits, in_flight_tokens, ledger, output, Disk(data.path, limits.output_floor, OUTPUT_FLOOR),
+            width + 16, data.dataset().with_format("arrow", columns=columns), int(ok.argmax()), min(8, max(2, (os.cpu_count() or 2) // len(servers))),
         )  # fmt: skip
         damaged = sum(r in entered for r in owed)
         seconds = extract(job, servers, name) if owed else 0.0

@@ -147,11 +147,14 @@ def export(ledger: Ledger, folder: Path) -> Path:
 
 
 def set_aside(folder: Path, file: str) -> Path | None:
-    """Move a file that no ledger has entered out of the trainer's sight; return where to. None when there is none."""
+    """Move a file that no ledger has entered out of the trainer's sight; return where to. None when there is none.
+
+    It loses its ending, too: SpecForge's reader takes every .ckpt in any folder below the data.
+    """
     path = folder / file
     if not path.exists():
         return None
-    target = folder / ASIDE / file
+    target = folder / ASIDE / f"{file}.aside"
     target.parent.mkdir(parents=True, exist_ok=True)
     while target.exists():
         target = target.with_name(f"{target.name}.again")
