@@ -31,7 +31,7 @@ from hsnb.ledger import files as ledger_files
 from hsnb.ledger import read_ledgers
 from hsnb.params import Deployment
 from hsnb.server import Server
-from hsnb.trainers import speculators
+from hsnb.trainers.speculators import SpeculatorsLayout
 from hsnb.verify import verify
 from tests.project import environment, make_project, tiny_params
 from tests.reference import relative_l2
@@ -68,7 +68,7 @@ def zygote(project):
 @pytest.fixture
 def float32(monkeypatch):
     """Publish float32 here too, as the zygote's clients do."""
-    monkeypatch.setattr(speculators, "DTYPE", torch.float32)
+    monkeypatch.setattr(SpeculatorsLayout, "DTYPE", torch.float32)
 
 
 def data_of(project: Path, run: str) -> Path:

@@ -75,8 +75,8 @@ if __name__ == "__main__":
     import torch
 
     from hsnb.extract.__main__ import main
-    from hsnb.trainers import speculators
+    from hsnb.trainers.speculators import SpeculatorsLayout
 
     torch.set_num_threads(1)  # and no threads before the forks
-    speculators.DTYPE = torch.float32
+    SpeculatorsLayout.DTYPE = torch.float32
     serve()

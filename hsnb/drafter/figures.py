@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hsnb.figures import BLUE, GREY, ORANGE, _axes
+from hsnb.figures import BLUE, GREY, ORANGE, axes
 
 PALETTE = (BLUE, ORANGE, "#009E73", "#CC79A7", GREY, "#E69F00", "#56B4E9")  # Okabe and Ito's
 _SMOOTH = 10  # steps; a single step's loss is that of one small batch
@@ -14,7 +14,7 @@ _SMOOTH = 10  # steps; a single step's loss is that of one small batch
 
 def losses(runs: Mapping[str, Sequence[float]], ax=None):
     """Draw the loss of each run over its steps, a mean over ten of them."""
-    ax = _axes(ax)
+    ax = axes(ax)
     for n, (name, values) in enumerate(runs.items()):
         width = min(_SMOOTH, len(values))
         smooth = np.convolve(values, np.ones(width) / width, "valid")
@@ -26,7 +26,7 @@ def losses(runs: Mapping[str, Sequence[float]], ax=None):
 
 def acceptance(results: Mapping[str, object], ax=None):
     """Draw the share of verifications in which draft k was accepted, per result (`Acceptance`)."""
-    ax = _axes(ax)
+    ax = axes(ax)
     width = 0.8 / max(1, len(results))
     for n, (name, result) in enumerate(results.items()):
         shares = result.per_position

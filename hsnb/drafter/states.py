@@ -27,9 +27,10 @@ from hsnb.errors import DataError, DumpError
 from hsnb.extract.output import Output
 from hsnb.paths import write_json
 from hsnb.progress import Progress
-from hsnb.trainers import speculators
+from hsnb.trainers import layout
 from hsnb.weights import Head
 
+SPECULATORS = layout("speculators")
 IN_FLIGHT = 32  # requests; more of them make a batch of decoding cheaper, and take room in the spool
 
 
@@ -66,14 +67,14 @@ class StatesFolder:
     @cached_property
     def rows(self) -> list[int]:
         """Return the rows whose states are there: of an extraction that is not done, those of its shards that are."""
-        return [row for row in range(len(self.table)) if (self.path / speculators.sample_file(row)).is_file()]
+        return [row for row in range(len(self.table)) if (self.path / SPECULATORS.sample_file(row)).is_file()]
 
     def read(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (token ids int64 [S], loss mask int64 [S], states [S, K + 1, H]) of one row.
 
         Raises DumpError when its file is not of this row, or has another number of columns.
         """
-        dump, entry = open_dump(self.path / speculators.sample_file(row)), self.table[row]
+        dump, entry = open_dump(self.path / SPECULATORS.sample_file(row)), self.table[row]
         if dump.columns != len(self.boundaries) + 1 or not torch.equal(dump.token_ids, entry["input_ids"]):
             raise DumpError(
                 got=f"row {row}: {dump.columns} columns, token ids {'equal' if dump.columns == len(self.boundaries) + 1 else 'not compared'}",
@@ -141,7 +142,7 @@ def take(server, samples: Sequence[Sample], out: Path) -> StatesFolder:
     armed, run = server.armed[0], uuid.uuid4().hex[:8]
     shutil.rmtree(out, ignore_errors=True)
     _write_table(out, samples)
-    speculators.begin(out, range(len(samples)))
+    SPECULATORS.begin(out, range(len(samples)))
     with server.client() as client, ThreadPoolExecutor(IN_FLIGHT) as pool, Progress(len(samples), unit="samples", desc="states") as seen:
 
         def one(row: int) -> None:
@@ -151,7 +152,7 @@ def take(server, samples: Sequence[Sample], out: Path) -> StatesFolder:
             dump = open_dump(dump_path)
             asked = Asked(ids, tuple(armed.boundaries), armed.final, armed.hidden_size, armed.dtype)
             require(dump_checks(dump, asked), f"sample {row}", "probe the server with hsnb probe")
-            speculators.publish(out, row, dump)
+            SPECULATORS.publish(out, row, dump)
             free(dump_path)
             seen.advance()
 
@@ -189,7 +190,7 @@ def choose(
         final = head.normed(states[:, -1]).to(states.dtype) if head else states[:, -1]
         kept = torch.cat([states[:, columns], final[:, None]], 1).contiguous()
         meta = {"hsnb_format": "1", "boundaries": str(list(aux)), "final": "post" if normed else source.final}
-        save_file({"hidden_states": kept, "token_ids": ids.contiguous()}, out / speculators.sample_file(n), metadata=meta)
+        save_file({"hidden_states": kept, "token_ids": ids.contiguous()}, out / SPECULATORS.sample_file(n), metadata=meta)
         samples.append((ids, mask))
     _write_rows(out, samples)
     about = {"hsnb_format": 1, "layout": "speculators", "boundaries": list(aux), "final": "post" if normed else source.final}
