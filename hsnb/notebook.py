@@ -49,8 +49,8 @@ class ProbeNotebook(Parameters):
 class DivergenceNotebook(Parameters):
     """02_divergence."""
 
-    a: str = Field("sglang", min_length=1, description="an engine (sglang, vllm), a URL or a folder")
-    b: str = Field("vllm", min_length=1, description="an engine (sglang, vllm), a URL or a folder")
+    a: str = Field("sglang", min_length=1, description="an engine (sglang, vllm, transformers), a URL or a folder")
+    b: str = Field("vllm", min_length=1, description="an engine (sglang, vllm, transformers), a URL or a folder")
     ids: list[int] = Field([], description="a list of whole numbers")
     dtype: DTYPE = Field("float32", description="float32, bfloat16 or float16")
 

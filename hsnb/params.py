@@ -198,10 +198,13 @@ class Deployment(_Strict):
 
 
 def read_config(folder: Path) -> dict:
-    """Return `folder`/config.json as a dict. Raises ModelError when it is not there or not JSON."""
+    """Return `folder`/config.json as a dict. Raises ModelError when it is not there, not JSON, or no object with its layers in it."""
     try:
-        return json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict) or not str(bd.text_config(config).get("num_hidden_layers", "")).isdigit():
+            raise ValueError("no object with num_hidden_layers")
+        return config
+    except (OSError, ValueError, AttributeError) as error:
         raise ModelError(
             got=f"{folder}/config.json: {error}",
             expected="a model folder with a config.json",

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from safetensors import SafetensorError
+
+from hsnb.errors import ModelError
 
 SHARE = 0.3  # of the free memory that a copy of the model may take
 
@@ -17,12 +20,26 @@ def fits(folder: Path, dtype: str = "float32") -> bool:
 
 
 def load(folder: Path, dtype: str = "float32"):
-    """Load the model on the CPU in `dtype`, with attention written out in torch."""
+    """Load the model on the CPU in `dtype`, with attention written out in torch. Raises ModelError when that cannot be done."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
-    ).eval()
+    try:
+        net = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            got=f"{folder}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            expected="a checkpoint that transformers loads",
+            likely="a damaged file, or a model of a kind that this transformers does not know",
+            next="name another folder, or compare with a running server",
+        ) from error
+    if not hasattr(getattr(net, "model", None), "norm"):
+        raise ModelError(
+            got=f"{folder}: a {type(net).__name__} without model.norm",
+            expected="a decoder whose final norm is model.norm",
+            likely="a kind of model that was not tried",
+            next="compare with a running server",
+        )
+    return net.eval()
 
 
 @torch.no_grad()

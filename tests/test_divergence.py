@@ -60,19 +60,70 @@ def test_a_folder_that_is_a_layer_late_is_told_so(project, tmp_path):
     assert found.verdict == "shifted"
     assert [o.offset for o in found.offsets] == [1, 1, 1, 0]
     assert said.verdict == "THESE TWO COUNT LAYERS DIFFERENTLY"
-    assert "aux_0 is B_3, aux_1 is B_5, aux_2 is B_6" in said.text()
+    assert "aux_0 is B_3, B_2 is B_2; aux_1 is B_5, B_4 is B_4" in said.text()
     assert not all(c.ok for c in said.checks)
 
 
-def test_two_folders_are_compared_with_no_engine_at_all(project, tmp_path):
-    right = labelled(tmp_path / "right", states([2, 4, 5, LAYERS]), [2, 4, 5])
-    late = labelled(tmp_path / "late", states([3, 4, 5, LAYERS]), [2, 4, 5])
-    _, found, said = compared(project, right, late)
-    assert [(o.column, o.verdict) for o in found.offsets][1:] == [("aux_1", "right"), ("aux_2", "right"), ("final", "right")]
-    assert found.offsets[0].verdict == "unknown"  # B_2 is not in the other folder at all
-    assert found.verdict == "unrelated"
-    assert found.witnessed["late (speculators)"][0].fits == "B_3"  # and transformers says which it is instead
-    assert said.verdict == "THESE TWO ARE NOT THE SAME STATES"
+@pytest.mark.parametrize("model", [TINY, "smollm2-fp32"])
+def test_two_folders_a_layer_apart_do_not_agree(model, project, tmp_path):
+    """On SmolLM2 the columns of a folder are so far apart that the next layer's state is nearer than half the way to any other."""
+    layers, vocab, aux = (8, 480, [2, 4, 5]) if model == TINY else (30, 40000, [2, 15, 27])
+    (project / "params" / "tiny.yaml").write_text(f"name: x\nmodel: demo:{model}\ncapture: {{boundaries: {aux}}}\n")
+    late = [aux[0] + 1, aux[1] + 1 if model != TINY else aux[1], aux[2] + 1 if model != TINY else aux[2]]
+    made = [states([*c, layers], name=model, vocab=vocab, n=2) for c in (aux, late)]
+    folders = [labelled(tmp_path / name, m, aux) for name, m in zip(("right", "late"), made, strict=True)]
+    _, found, said = compared(project, *folders)
+    assert [(p.a_is, p.b_is) for p in found.pairs] == [(f"B_{i}", f"B_{j}") for i, j in zip([*aux, layers], [*late, layers], strict=True)]
+    assert found.verdict == "shifted"
+    assert said.verdict == "THESE TWO COUNT LAYERS DIFFERENTLY"
+    assert f"late (speculators) does not hold what it says: by transformers its {aux[0]} is B_{late[0]}" in said.text()
+    assert "not the reason" not in said.text()
+
+
+def test_two_folders_that_are_both_mislabelled_agree_and_are_told(project, tmp_path):
+    folders = [labelled(tmp_path / name, states([3, 5, 6, LAYERS]), [2, 4, 5]) for name in "ab"]
+    _, found, said = compared(project, *folders)
+    assert {p.verdict for p in found.pairs} == {"right"}
+    assert said.verdict == "THESE TWO AGREE, AND NEITHER HOLDS WHAT IT SAYS"
+
+
+def test_another_norm_is_another_norm(project, tmp_path):
+    pre = labelled(tmp_path / "pre", states([2, 4, 5, LAYERS]), [2, 4, 5])
+    post = labelled(tmp_path / "post", states([2, 4, 5, LAYERS], normed=True), [2, 4, 5], final="post")
+    _, found, said = compared(project, pre, post)
+    assert [p.verdict for p in found.pairs] == ["right", "right", "right", "norm"]
+    assert said.verdict.startswith("THE SAME LAYERS, ANOTHER NORM")
+    assert "B_8 in pre (speculators) and norm(B_8) in post (speculators)" in said.text()
+
+
+def test_two_unlabelled_folders_are_compared_place_by_place(project, tmp_path):
+    write_req(tmp_path / "a", states([2, 4, 5, LAYERS]))
+    write_req(tmp_path / "b", states([2, 4, 6, LAYERS]))
+    _, found, said = compared(project, tmp_path / "a", tmp_path / "b")
+    assert [(p.a_is, p.b_is, p.verdict) for p in found.pairs][1:3] == [("B_4", "B_4", "right"), ("B_5", "B_6", "shifted")]
+    assert "By transformers a (spool-pt) holds B_2, B_4, B_5, B_8." in said.text()
+
+
+def test_without_transformers_a_shift_is_not_taken_for_numerics(project, tmp_path):
+    """Only the folders' own columns are known then, and none is a neighbour."""
+    right = labelled(tmp_path / "right", states([2, 4, 6, LAYERS]), [2, 4, 6])
+    late = labelled(tmp_path / "late", states([2, 4, 7, LAYERS]), [2, 4, 6])
+    study = study_of(project, right, late)
+    found = divergence.measure(study, *(divergence.take(study, str(f)) for f in (right, late)), None)
+    assert [p.verdict for p in found.pairs][:2] == ["right", "right"]
+    assert found.pairs[2].verdict in ("undecided", "unknown")
+    assert found.verdict != "agree"
+
+
+def test_transformers_against_itself_agrees(project):
+    study = divergence.begin(
+        notebook.check("02_divergence", {"params": "params/tiny.yaml", "run": "x", "a": "transformers", "b": "transformers"}),
+        prompts={"text": list(range(20, 40))},
+    )
+    one = divergence.take(study, "transformers")
+    found = divergence.measure(study, one, one, one[0])
+    assert found.verdict == "agree"
+    assert len(found.pairs) == 9
 
 
 def test_an_unlabelled_folder_is_told_by_the_one_that_is_known(project, tmp_path):
@@ -99,6 +150,11 @@ def test_without_vllm_one_line_says_how_to_get_it(project, monkeypatch):
         study_of(project, "sglang", "vllm")
     assert "make setup-vllm" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_ids_that_a_setter_would_shift_past_the_last_layer_are_refused_first(project):
+    with pytest.raises(BoundaryError, match=r"each in 0\.\.8"):
+        study_of(project, "sglang", "transformers", ids=[1, 4, 8])
 
 
 def test_a_party_or_an_id_that_is_none_is_refused_before_anything_starts(project):

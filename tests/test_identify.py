@@ -1,6 +1,7 @@
 """`hsnb identify` on files of every tool: right on each column, and honest where nothing can be told."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from hsnb.errors import DumpError, HsnbError
 from hsnb.weights import Head
 from tests import reference
 from tests.helpers import prompt_ids
-from tests.training_files import WRITERS, write_model_optimizer, write_req, write_specforge, write_speculators, write_speculators_pt
+from tests.training_files import (
+    WRITERS,
+    write_deepspec,
+    write_model_optimizer,
+    write_req,
+    write_specforge,
+    write_speculators,
+    write_speculators_pt,
+)
 
 TINY, LAYERS = "tiny-deepseek", 8
 
@@ -34,7 +43,8 @@ def states(columns, name=TINY, vocab=480, normed=False, n=4, tokens=24, dtype=to
 @pytest.mark.parametrize("layout", WRITERS)
 @pytest.mark.parametrize(("normed", "final"), [(False, "pre"), (True, "post")])
 def test_every_layout_before_and_after_the_norm(layout, normed, final, tmp_path):
-    WRITERS[layout](tmp_path / "data", states([2, 4, 5, LAYERS], normed=normed))
+    says = {"layer_ids": (1, 3, 4)} if layout == "deepspec" else {}  # a manifest always names ids: these are B_2, B_4, B_5
+    WRITERS[layout](tmp_path / "data", states([2, 4, 5, LAYERS], normed=normed), **says)
     found = identify(tmp_path / "data", model_folder(TINY))
     assert (found.verdict, found.boundaries, found.final) == ("identified", (2, 4, 5), final)
     takes = {"speculators": "pre", "speculators-0.4": "pre", "specforge": "post", "model-optimizer": "post", "deepspec": "post"}.get(layout)
@@ -143,6 +153,65 @@ def test_a_drafter_is_told_what_it_would_be_fed(tmp_path, capsys):
         assert answer["boundaries"] == [2, 4, 5]
         assert answer["fed"]["sglang"]["boundaries"] == ([2, 4, 5] if name == "right" else [2, 5, 6])
     assert "the drafter would see other layers" in " ".join(answer["said"])
+
+
+def test_layer_ids_that_a_folder_states_are_checked_too(tmp_path):
+    write_speculators_pt(tmp_path / "lie", states([2, 4, 5, LAYERS]), layer_ids=[2, 4, 5, 7])  # speculators 0.3: B_3, B_5, B_6
+    found = identify(tmp_path / "lie", model_folder(TINY))
+    assert found.boundaries == (2, 4, 5)
+    assert not found.ok
+    assert "The folder says the speculators-0.3 ids [2, 4, 5]" in found.text()
+    write_deepspec(tmp_path / "other", states([2, 4, 5, LAYERS], normed=True), layer_ids=(1, 14, 26))
+    assert "the deepspec ids [1, 14, 26], which a model of 8 layers has not" in identify(tmp_path / "other", model_folder(TINY)).text()
+    write_speculators_pt(tmp_path / "true", states([3, 5, 6, LAYERS]), layer_ids=[2, 4, 5, 7])
+    assert identify(tmp_path / "true", model_folder(TINY)).ok
+
+
+def test_samples_that_begin_alike_and_folders_of_many(tmp_path):
+    made = states([2, 4, 5, LAYERS], n=1, tokens=80)
+    ids, mask, all_of_it = made[0]
+    same_start = [(ids[:n], mask[:n], all_of_it[:n]) for n in (70, 72, 76, 80)]  # the model is causal: these are right, too
+    write_speculators_pt(tmp_path / "alike", same_start)
+    found = identify(tmp_path / "alike", model_folder(TINY))
+    assert (found.verdict, found.boundaries) == ("identified", (2, 4, 5))
+    write_speculators_pt(tmp_path / "many", states([2, 4, 5, LAYERS], n=1) * 4100)
+    assert identify(tmp_path / "many", model_folder(TINY)).boundaries == (2, 4, 5)
+
+
+def test_folders_unfit_for_training_are_said_to_be(tmp_path):
+    write_req(tmp_path / "twice", states([2, 2, 5, LAYERS]))
+    found = identify(tmp_path / "twice", model_folder(TINY))
+    assert not found.ok and found.ids == {}
+    assert "A boundary is there twice: [2, 2, 5]" in found.text()
+    broken = states([2, 4, 5, LAYERS])
+    broken[0][2][3, 1] = float("nan")
+    write_req(tmp_path / "nan", broken)
+    with pytest.raises(DumpError, match=r"req_0: 1 of 96 rows are not finite"):
+        identify(tmp_path / "nan", model_folder(TINY))
+    right, wrong = states([2, 4, 5, LAYERS]), states([2, 4, 5, LAYERS], normed=True)
+    write_req(tmp_path / "mixed", [*right[:3], wrong[3]])
+    assert "req_3 hold other boundaries than the rest" in identify(tmp_path / "mixed", model_folder(TINY)).text()
+
+
+def test_another_models_ids_and_broken_models_are_refused_in_four_parts(tmp_path):
+    made = [(ids + 600, mask, s) for ids, mask, s in states([2, 4, 5, LAYERS])]
+    write_req(tmp_path / "ids", made)
+    with pytest.raises(HsnbError, match=r"expected ids below 512, the model's vocabulary"):
+        identify(tmp_path / "ids", model_folder(TINY))
+    write_req(tmp_path / "data", states([2, 4, 5, LAYERS]))
+    for name, content, words in (("m1", "{}", "no object with num_hidden_layers"), ("m2", "[]", "no object with num_hidden_layers")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+        with pytest.raises(HsnbError, match=words):
+            identify(tmp_path / "data", tmp_path / name)
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder(TINY), broken)
+    (broken / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(HsnbError, match=r"expected a checkpoint that transformers loads"):
+        identify(tmp_path / "data", broken)
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(HsnbError, match=r"no \*\.safetensors"):
+        identify(tmp_path / "data", broken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

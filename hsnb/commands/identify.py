@@ -62,6 +62,7 @@ def _add_drafter(answer: dict[str, Any], args: argparse.Namespace, model: Path, 
             said: Fed = fed(args.drafter, engine, version, target_config=read_config(model))
         except HsnbError as error:
             feeds[engine] = {"error": str(error)}
+            answer["ok"] = answer["ok"] and engine != "sglang"  # the engine that it is to be served by
             lines.append(f"{engine} {version}: {error}")
             continue
         feeds[engine] = said.as_dict()

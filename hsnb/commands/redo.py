@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from hsnb import extract
 from hsnb.data import load_prepared
+from hsnb.errors import ParamsError
 from hsnb.paths import run_dir
 from hsnb.session import close_server, deployment_of, open_servers
 from hsnb.verify import redo_rows
@@ -22,6 +24,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    if Path(args.params).is_dir():
+        raise ParamsError(
+            got=f"{args.params}, a folder",
+            expected="a params/*.yaml, and the run as --run NAME",
+            likely="redo asks a server, so it needs the deployment; verify takes a folder",
+            next="hsnb redo params/x.yaml --run NAME",
+        )
     data = load_prepared(run_dir(args.run) / "data")
     rows = redo_rows(data)
     if not rows:

@@ -8,6 +8,7 @@ import torch
 
 from hsnb.divergence import offsets as off
 from hsnb.divergence.measure import Distances, distances, per_token, steps
+from hsnb.divergence.pairs import Pair, bar, judge, partners
 from hsnb.divergence.states import States
 from hsnb.weights import Head
 
@@ -68,17 +69,27 @@ class Comparison:
     witnessed: dict[str, tuple[off.Offset, ...]] = field(repr=False)
     boundaries: tuple[Boundary, ...] = field(repr=False)
     alone: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = field(default=(), repr=False)
     finals: tuple[Final, ...] = ()
     logprob_gap: tuple[float, float] | None = None  # mean and largest |a - b| of the next tokens' log p, nats
     tokens: tuple[dict, ...] = field(default=(), repr=False)
 
     @property
     def verdict(self) -> str:
-        """Return agree, shifted, found (a's columns have no numbers), undecided or unrelated: of a's columns on b's."""
-        verdicts = {o.verdict for o in self.offsets}
-        if "unknown" in verdicts or not verdicts:
-            return "unrelated"
-        return next((v for v in ("shifted", "undecided", "found") if v in verdicts), "agree")
+        """Return one word for all pairs.
+
+        "unrelated", "shifted", "norm" or "undecided" when one of them is; "found" when only one party has numbers; "apart" when
+        the same boundaries differ by more than numerics explain; "mislabelled" when both hold the same, and transformers says
+        that it is not what they say; else "agree".
+        """
+        verdicts = {p.verdict for p in self.pairs}
+        if not verdicts:
+            return "found" if any(o.verdict == "found" for o in self.offsets) else "unrelated"
+        if found := next((v for v in ("unknown", "shifted", "norm", "undecided") if v in verdicts), ""):
+            return "unrelated" if found == "unknown" else found
+        if any(p.error > p.bar for p in self.pairs):
+            return "apart"
+        return "mislabelled" if any(o.verdict == "shifted" for found in self.witnessed.values() for o in found) else "agree"
 
     def frame(self):
         """Return a row for each boundary that both have."""
@@ -120,6 +131,7 @@ class Comparison:
             "dtype": self.dtype,
             "verdict": self.verdict,
             "alone": list(self.alone),
+            "pairs": [vars(p) for p in self.pairs],
             "offsets": [o.as_dict() for o in self.offsets],
             "witnessed": {name: [o.as_dict() for o in found] for name, found in self.witnessed.items()},
             "boundaries": [vars(b) for b in self.boundaries],
@@ -149,35 +161,52 @@ def compare(
     """
     found = distances(a, b)
     cost = steps(b)
-    witnessed = {}
+    witnessed, known = {}, steps(reference) if reference is not None else {}
     if reference is not None:
-        known = steps(reference)
         for party in (a, b):
-            if party is not reference:
+            if party.name != reference.name:
                 witnessed[party.name] = off.find_offsets(distances(party, reference), party, reference, known, reference_noise or {})
+    dtype = max(a.dtype, b.dtype, key=lambda d: ("float32", "float16", "bfloat16").index(d))
     common = {k: (name, b.numbered()[k]) for k, name in a.numbered().items() if k in b.numbered()}
+    true_steps = {k: known[name] for k, name in reference.numbered().items()} if reference is not None else {}
     boundaries = []
     for k, (x, y) in common.items():
         i, j = a.columns.index(x), b.columns.index(y)
-        half = (half_noise or {}).get(k)
         spread = (found.relative_l2[i, j], found.low[i, j], found.high[i, j], found.first[i, j])
-        boundaries.append(Boundary(k, *(v.item() for v in spread), noise[y], half, cost[y]))
+        shift = true_steps.get(k, cost[y])
+        boundaries.append(Boundary(k, *(v.item() for v in spread), noise[y], (half_noise or {}).get(k), shift))
     offsets = off.find_offsets(found, a, b, cost, noise)
     alone = [o.column for o in offsets if o.verdict == "unknown" and o.said is not None and b.numbered() and o.said not in b.numbered()]
+    pairs = []
+    for number, x, y in partners(a, b):
+        error, most = found.relative_l2[a.columns.index(x), b.columns.index(y)].item(), bar(dtype, number, noise[y])
+        seen = [next((o for o in witnessed.get(p.name, ()) if o.column == c), _itself(p, c, reference)) for p, c in ((a, x), (b, y))]
+        near = number is not None and bool({number - 1, number + 1} & set(b.numbered()))
+        direct = next(o for o in offsets if o.column == x)
+        a_is, b_is, verdict = judge(*seen, direct, y, error, most, near)
+        pairs.append(Pair(number, x, y, a_is, b_is, error, most, verdict))
     finals = tuple(f for f in (_final(p, [a, b, reference], head) for p in (a, b)) if f) if head else ()
     return Comparison(
         a.name,
         b.name,
-        max(a.dtype, b.dtype, key=lambda d: ("float32", "float16", "bfloat16").index(d)),
+        dtype,
         found,
         tuple(o for o in offsets if o.column not in alone),
         witnessed,
         tuple(boundaries),
         tuple(alone),
+        tuple(pairs),
         finals,
         _gap(a, b, finals, head),
         tuple(_where(a, b, common, names or {})),
     )
+
+
+def _itself(party: States, column: str, reference: States | None) -> off.Offset | None:
+    """Return the fit of transformers' own column, when it is a party itself: each is what it is called."""
+    if reference is None or party.name != reference.name:
+        return None
+    return off.Offset(column, None, column, None, 0.0, "none", float("inf"), 1.0, 0.0)
 
 
 def _final(party: States, parties: list[States | None], head: Head) -> Final | None:

@@ -11,12 +11,14 @@ from hsnb.divergence.compare import Comparison
 from hsnb.divergence.settings import Setting, against, short
 from hsnb.divergence.study import Study
 from hsnb.paths import write_json
-from hsnb.probe.bars import FP32_BAR
 
 LISTS = "THE STATES AGREE, THE LISTS DO NOT: the same ids name other layers"
 VERDICTS = {
     "agree": "THESE TWO AGREE: look elsewhere",
     "shifted": "THESE TWO COUNT LAYERS DIFFERENTLY",
+    "norm": "THE SAME LAYERS, ANOTHER NORM: one final is before it, the other after",
+    "apart": "THE SAME LAYERS, FURTHER APART THAN NUMERICS EXPLAIN",
+    "mislabelled": "THESE TWO AGREE, AND NEITHER HOLDS WHAT IT SAYS",
     "found": "FOUND: the columns without numbers are told below",
     "undecided": "NOT PROVED: the noise hides a shift",
     "unrelated": "THESE TWO ARE NOT THE SAME STATES",
@@ -77,14 +79,14 @@ def conclude(study: Study, comparison: Comparison, settings: tuple[Setting, ...]
 
 
 def _comparison_checks(c: Comparison) -> list[Check]:
-    verdicts = [o.verdict for o in c.offsets]
+    verdicts = [p.verdict for p in c.pairs] or [o.verdict for o in c.offsets]
     counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
     counted += f"; {', '.join(c.alone)} alone" if c.alone else ""
-    blurred = "undecided" in verdicts and not {"shifted", "unknown"} & set(verdicts)
+    blurred = "undecided" in verdicts and set(verdicts) <= {"right", "found", "undecided"}
     checks = [
         Check(
-            f"{c.a} on {c.b}: offset of each column", counted, f"{len(verdicts)} right", c.verdict == "agree",
-            "what both get wrong alike", "margin over the runner-up, at least three times the noise", blurred,
+            f"{c.a} and {c.b}: the same number, the same boundary", counted, f"{len(verdicts)} right", set(verdicts) <= {"right", "found"},
+            "what both get wrong alike", "each one's best fit, with a margin of three times the noise", blurred,
         )
     ]  # fmt: skip
     for party, found in c.witnessed.items():
@@ -102,12 +104,20 @@ def _comparison_checks(c: Comparison) -> list[Check]:
                 not right and set(words) <= {"right", "found", "undecided"},
             )
         )
-    if c.boundaries:
-        worst = max(c.boundaries, key=lambda b: b.error / _bar(c, b))
-        ok = all(b.error <= _bar(c, b) for b in c.boundaries)
+    if c.pairs:
+        worst = max(c.pairs, key=lambda p: p.error / p.bar)
         source = "float32: 1e-5 at 30 layers" if c.dtype == "float32" else "three times the measured noise"
-        value = f"{worst.error:.2g} at boundary {worst.number}; a shift costs {worst.shift:.2g} there"
-        checks.append(Check("the same boundaries: worst relative L2", value, f"at most {_bar(c, worst):.2g}", ok, "a common error", source))
+        ok = all(p.error <= p.bar for p in c.pairs)
+        checks.append(
+            Check(
+                "worst relative L2 of one number",
+                f"{worst.error:.2g} ({worst.b})",
+                f"at most {worst.bar:.2g}",
+                ok,
+                "a common error",
+                source,
+            )
+        )
     if len(c.finals) == 2:
         value = "; ".join(f"{f.party}: {f.state}" for f in c.finals)
         same = len({f.state for f in c.finals}) == 1 and c.finals[0].state != "undecided"
@@ -117,11 +127,6 @@ def _comparison_checks(c: Comparison) -> list[Check]:
             )
         )
     return checks
-
-
-def _bar(c: Comparison, b) -> float:
-    """Return the bar of one boundary: rounding adds up over the layers, 1e-5 is what 30 of them may have in float32."""
-    return FP32_BAR * max(1.0, b.number / 30) if c.dtype == "float32" else 3 * b.noise
 
 
 def _setting_check(s: Setting) -> Check:
@@ -170,43 +175,56 @@ def _on_lists(study: Study, settings: tuple[Setting, ...]) -> list[str]:
 
 
 def _on_boundaries(study: Study, c: Comparison) -> list[str]:
-    shifted = [o for o in c.offsets if o.verdict == "shifted"]
+    wrong = {v: [p for p in c.pairs if p.verdict == v] for v in ("shifted", "norm", "undecided", "unknown")}
+    said = []
     if c.verdict == "agree":
-        worst, shift = max(b.error for b in c.boundaries), min(b.shift for b in c.boundaries)
-        said = [
-            f"Asked for the same boundaries, {c.a} and {c.b} agree at all {len(c.offsets)} of them in {c.dtype}: relative L2 at most "
-            f"{worst:.2g}, while the nearest wrong boundary is at least {shift:.2g} away. If acceptance is low, these two captures are not the reason."
-            + (f" ({', '.join(c.alone)} has no counterpart in {c.b}.)" if c.alone else "")
-        ]
-    elif c.verdict == "shifted":
-        shown = ", ".join(f"{o.column} is {o.fits}" for o in shifted[:4]) + (", ..." if len(shifted) > 4 else "")
-        said = [
-            f"{len(shifted)} of {len(c.offsets)} columns of {c.a} are another boundary of {c.b}: {shown}. Their numbers do not mean the same."
-        ]
-    elif c.verdict == "found":
-        shown = ", ".join(f"{o.column} is {o.fits}" for o in c.offsets)
-        said = [f"{c.a} does not say which boundaries it holds. Measured against {c.b}: {shown}."]
-    elif c.verdict == "undecided":
-        n = sum(o.verdict == "undecided" for o in c.offsets)
-        said = [
-            f"{n} of {len(c.offsets)} columns cannot be told in {c.dtype}: the margin is under three times the noise. Compare in float32."
-        ]
-    else:
-        n = sum(o.verdict == "unknown" for o in c.offsets)
-        said = [f"{n} of {len(c.offsets)} columns of {c.a} fit none of {c.b}: another model, other tokens, or another norm."]
-    if c.boundaries:
-        said.append(_on_numerics(c))
+        worst = max(p.error for p in c.pairs)
+        shift = f", while the nearest other boundary is at least {min(b.shift for b in c.boundaries):.2g} away" if c.boundaries else ""
+        alone = f" ({', '.join(c.alone)} has no counterpart in {c.b}.)" if c.alone else ""
+        said.append(
+            f"{c.a} and {c.b} agree at all {len(c.pairs)} boundaries that both have, in {c.dtype}: relative L2 at most {worst:.2g}{shift}. "
+            f"If acceptance is low, these two captures are not the reason.{alone}"
+        )
+        said += [_on_numerics(c)] if c.boundaries else []
+    elif not c.pairs:
+        shown = ", ".join(f"{o.column} is {o.fits}" for o in c.offsets if o.said is None and o.verdict == "found")
+        said.append(f"{c.a} does not say which boundaries it holds. Measured against {c.b}: {shown or 'it fits none of them'}.")
+    if wrong["shifted"]:
+        shown = "; ".join(f"{p.a} is {p.a_is}, {p.b} is {p.b_is}" for p in wrong["shifted"][:4])
+        said.append(f"{len(wrong['shifted'])} of {len(c.pairs)} pairs of one number are two boundaries ({c.a} first): {shown}.")
+    if wrong["norm"]:
+        said.append(f"The finals are one boundary, {wrong['norm'][0].a_is} in {c.a} and {wrong['norm'][0].b_is} in {c.b}: one is normed.")
+    if wrong["undecided"]:
+        said.append(
+            f"{len(wrong['undecided'])} of {len(c.pairs)} pairs cannot be told in {c.dtype}: the noise, or no neighbour to compare with, forbids it."
+        )
+    if wrong["unknown"]:
+        said.append(
+            f"{len(wrong['unknown'])} of {len(c.pairs)} pairs fit no boundary of this model on one side at least: other tokens, another model."
+        )
+    if c.verdict == "apart":
+        worst = max(c.pairs, key=lambda p: p.error / p.bar)
+        said.append(
+            f"They hold the same boundaries and differ by more than numerics do: {worst.error:.2g} at {worst.b}, expected {worst.bar:.2g} at most."
+        )
+    for party, found in c.witnessed.items():
+        if shifted := [o for o in found if o.verdict == "shifted"]:
+            said.append(
+                f"{party} does not hold what it says: by transformers {', '.join(f'its {o.said} is {o.fits}' for o in shifted[:4])}."
+            )
+        elif c.verdict in ("found", "shifted", "norm") and any(o.verdict == "found" and o.said is None for o in found):
+            said.append(f"By transformers {party} holds {', '.join(o.fits for o in found)}.")
     return said
 
 
 def _on_numerics(c: Comparison) -> str:
     ratio = min(b.shift / max(b.error, b.noise) for b in c.boundaries)
-    text = f"Numerics against a shift, the first token of each prompt left out: in {c.dtype} a shift by one costs at least {ratio:,.0f} times what the two differ by"
+    text = f"Numerics against a shift, the first token of each prompt left out: in {c.dtype} the nearest other boundary is at least {ratio:,.0f} times further off"
     half = [b.shift / b.half_noise for b in c.boundaries if b.half_noise]
     if not half:
         return f"{text}."
     if min(half) < 3:
-        return f"{text}; bfloat16 alone changes these states by up to {1 / min(half):,.1f} times that, and would hide a shift."
+        return f"{text}; bfloat16 alone changes these states by up to {1 / min(half):,.1f} times that distance, and would hide a shift."
     return f"{text}; what bfloat16 does to the states is at least {min(half):,.1f} times smaller than a shift."
 
 

@@ -10,7 +10,7 @@ from hsnb import boundaries as bd
 from hsnb import reference as hf
 from hsnb.divergence import noise, offsets
 from hsnb.divergence.capture import through_hsnb, through_transformers
-from hsnb.divergence.folders import folder_states, shared_prompts
+from hsnb.divergence.folders import folder_states, shared_samples
 from hsnb.divergence.measure import distances, steps
 from hsnb.divergence.offsets import Offset
 from hsnb.divergence.states import States
@@ -100,8 +100,9 @@ def identify(path: Path, model: Path, *, server_url: str = "", spool: str = "") 
     """
     folder, config = open_folder(path), read_config(model)
     layers, width = num_layers(config), int(bd.text_config(config)["hidden_size"])
-    prompts = shared_prompts([path])
-    states = folder_states(path, prompts, layers)
+    family = bd.model_family(config)
+    samples = shared_samples([path])
+    states = folder_states(path, samples, 0, layers, family)
     if (found := states.tensors[0].shape[-1]) != width:
         raise ModelError(
             got=f"{path}: states of width {found}",
@@ -109,22 +110,37 @@ def identify(path: Path, model: Path, *, server_url: str = "", spool: str = "") 
             likely="states of another model",
             next="name the model that they were taken from with --model",
         )
-    reference, seen = _reference(model, list(prompts.values()), server_url, spool, states.dtype)
+    vocabulary, largest = int(bd.text_config(config).get("vocab_size", 0)), max(max(c.ids) for c in samples)
+    if vocabulary and largest >= vocabulary:
+        raise ModelError(
+            got=f"{path}: token id {largest}",
+            expected=f"ids below {vocabulary}, the model's vocabulary",
+            likely="states of another model",
+            next="name the model that they were taken from with --model",
+        )
+    reference, seen = _reference(model, [c.ids for c in samples], server_url, spool, states.dtype)
     cost = steps(reference)
     noise_of = noise.combined(reference, seen, noise.floor(states.dtype, reference.dtype))
     columns = offsets.find_offsets(distances(states, reference), states, reference, cost, noise_of)
-    mixed = _mixed(states, reference, cost, noise_of, columns, list(prompts))
+    mixed = _mixed(states, reference, cost, noise_of, columns, [c.name for c in samples])
     result = Identified(
         str(path), folder.layout, str(model), reference.name, columns, _plain(folder.claims), mixed=mixed,
-        tokens=sum(len(ids) - 1 for ids in prompts.values()), trainer_final=folder.trainer_final, _numbers=(*reference.said, layers),
+        tokens=sum(len(c.ids) - 1 for c in samples), trainer_final=folder.trainer_final, _numbers=(*reference.said, layers),
     )  # fmt: skip
-    return _with_words(result, folder, layers, bd.model_family(config))
+    return _with_words(result, folder, layers, family)
 
 
 def _reference(model: Path, prompts, server_url: str, spool: str, dtype: str) -> tuple[States, list[dict[int, float]]]:
     if server_url:
         states, own = through_hsnb(attach(server_url, spool=spool), prompts)
         return states, [own]
+    if not any(model.glob("*.safetensors")):
+        raise ModelError(
+            got=f"{model}: no *.safetensors",
+            expected="a checkpoint that transformers can load here",
+            likely="weights in another format, or a download that is not whole",
+            next="name another folder, or a running server with --server URL",
+        )
     if not hf.fits(model):
         raise ModelError(
             got=f"{model} does not fit into this machine's memory in float32",
@@ -162,21 +178,39 @@ def _with_words(found: Identified, folder: TrainingFolder, layers: int, family: 
     """Add what follows for the trainer: the ids to give it, and what it would take the columns for."""
     said, ids, wrong = [], {}, False
     aux = found.boundaries
+    if found.mixed:
+        wrong = True
+        said.append(f"{', '.join(found.mixed)} hold other boundaries than the rest: do not train on this folder.")
+    claims = folder.claims
+    if "ids" in claims and all(c.said is None for c in found.columns if c.column != "final"):
+        wrong = True
+        said.append(f"The folder says the {claims['convention']} ids {list(claims['ids'])}, which a model of {layers} layers has not.")
     if any(c.verdict == "shifted" for c in found.columns):
         wrong = True
-        said.append(
-            f"The folder says boundaries {list(folder.claims['boundaries'])} and final {folder.claims['final']}; measured it is otherwise."
-        )
-    if None not in aux and aux:
-        if list(aux) != sorted(aux):
+        if claims["boundaries"] != UNKNOWN:
+            names = f"boundaries {list(claims['boundaries'])}"
+        else:
+            names = f"the {claims['convention']} ids {list(claims['ids'])}" if "ids" in claims else "nothing of boundaries"
+        said.append(f"The folder says {names} and final {claims['final']}; measured it is otherwise.")
+    if None not in aux and aux and not found.mixed:
+        if len(set(aux)) < len(aux):
             wrong = True
-            said.append(f"The columns are not ascending: {list(aux)}. Engines feed a drafter ascending ones.")
-        for convention in folder.conventions:
-            try:
-                ids[convention] = bd.from_boundaries(aux, convention, num_layers=layers, family=family)
-            except BoundaryError as error:
-                said.append(f"{convention} has no ids for these: {error.likely}.")
-        said += [f"In {c}'s numbering these are the layer ids {' '.join(map(str, i))}." for c, i in ids.items()]
+            said.append(f"A boundary is there twice: {list(aux)}.")
+        elif list(aux) != sorted(aux):
+            wrong = True
+            order = " ".join(map(str, aux))
+            said.append(
+                f"The columns are not ascending: {list(aux)}. Engines feed a drafter ascending ones: hsnb export --from-boundaries {order} puts them in order."
+            )
+        else:
+            if layers in aux:
+                said.append(f"B_{layers} is among the aux columns: no engine feeds it to a drafter as one.")
+            for convention in folder.conventions:
+                try:
+                    ids[convention] = bd.from_boundaries(aux, convention, num_layers=layers, family=family)
+                except BoundaryError as error:
+                    said.append(f"{convention} has no ids for these: {error.likely}.")
+            said += [f"In {c}'s numbering these are the layer ids {' '.join(map(str, i))}." for c, i in ids.items()]
     expects, final = found.trainer_final, found.final
     if UNKNOWN not in (expects, final) and final != expects:
         wrong = True

@@ -57,7 +57,7 @@ def noise_and_shift(comparison, ax=None):
     low, high = np.maximum([b.low for b in rows], 1e-9), np.maximum([b.high for b in rows], 1e-9)
     label = f"{comparison.a} against {comparison.b}, {comparison.dtype}"
     ax.errorbar(x, errors, [errors - low, high - errors], fmt="o-", color=BLUE, ms=4, lw=1, capsize=2, label=label)
-    ax.plot(x, np.maximum([b.noise for b in rows], 1e-9), "s--", color="black", ms=3, lw=0.8, label="measured noise")
+    ax.plot(x, np.maximum([b.noise for b in rows], 1e-9), "s--", color="black", ms=3, lw=0.8, label="noise that margins are measured in")
     ax.set(
         yscale="log",
         xlabel="boundary",

@@ -8,6 +8,7 @@ from hsnb import boundaries as bd
 from hsnb.divergence.measure import Distances, distances
 from hsnb.divergence.offsets import Offset
 from hsnb.divergence.states import States
+from hsnb.errors import BoundaryError
 
 READ = ("speculators-0.3", "speculators", "specforge", "model-optimizer-hf", "model-optimizer-vllm")  # tools that are not engines
 
@@ -67,9 +68,11 @@ def frame(settings: tuple[Setting, ...], family: str, layers: int):
         for ids in lists:
             rule = bd.CONVENTIONS[name]
             known = {"tool": name, "setting": "layer ids", "ids": short(ids), "by": "its rule", "as hsnb converts": "by definition"}
-            rows.append(
-                {**known, "boundaries": short(bd.to_boundaries(ids, name, num_layers=layers, family=family)), "setting": rule.source}
-            )
+            try:
+                meant = short(bd.to_boundaries(ids, name, num_layers=layers, family=family))
+            except BoundaryError:
+                meant = "no such layer"
+            rows.append({**known, "boundaries": meant, "setting": rule.source})
     return pd.DataFrame(rows)
 
 

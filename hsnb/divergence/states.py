@@ -66,6 +66,14 @@ def same_prompts(a: States, b: States) -> None:
                 likely="another tokenizer or chat template on one side",
                 next="give both sides the same token ids",
             )
+    widths = [p.tensors[0].shape[-1] for p in (a, b)]
+    if widths[0] != widths[1]:
+        raise DumpError(
+            got=f"{a.name} of width {widths[0]} and {b.name} of {widths[1]}",
+            expected="states of one model",
+            likely="folders of two models",
+            next="name folders of the same model",
+        )
     if len(a.token_ids) != len(b.token_ids):
         raise DumpError(
             got=f"{len(a.token_ids)} prompts of {a.name} and {len(b.token_ids)} of {b.name}",

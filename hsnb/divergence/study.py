@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsnb import boundaries as bd
 from hsnb import reference as hf
 from hsnb.divergence import capture, noise, offsets
 from hsnb.divergence.compare import Comparison, compare
+from hsnb.divergence.folders import folder_states, shared_samples
 from hsnb.divergence.measure import distances, steps
 from hsnb.divergence.prompts import default_prompts
-from hsnb.divergence.settings import Setting
+from hsnb.divergence.settings import Setting, short
 from hsnb.divergence.states import States
-from hsnb.errors import ParamsError
+from hsnb.errors import ParamsError, ServerError
 from hsnb.params import Deployment, num_layers, read_config
 from hsnb.paths import resolve, run_dir
 from hsnb.server import Server, attach
@@ -46,6 +48,8 @@ class Study:
     dtype: str = "float32"
     server_url: str = ""
     spool: str = ""
+    folders: tuple[Path, ...] = ()  # of the parties that are folders, in the order given
+    samples: tuple = ()  # folders.Chosen: those that are compared
 
     @property
     def lists(self) -> list[tuple[int, ...]]:
@@ -99,14 +103,14 @@ def begin(p, prompts: dict[str, list[int]] | None = None) -> Study:
         vllm_python()  # says how to get it, before anything is started
     ids = tuple(sorted(p.ids)) or bd.default_boundaries(layers)
     bd.check_boundaries(ids, layers)
+    _check_lists(ids, (p.a, p.b), layers, family)
     around = {k for i in (*ids, 1) for k in range(i - SPAN, i + SPAN + 1) if 0 <= k <= layers}
     window = tuple(range(layers + 1)) if layers <= ALL else tuple(sorted({*around, layers - 1, layers}))
     folders = [resolve(name) for name in (p.a, p.b) if name not in ENGINES and "://" not in name]
     words: dict[int, tuple[str, list[str]]] = {}
-    if prompts is None and folders:
-        from hsnb.divergence.folders import shared_prompts
-
-        prompts = shared_prompts(folders)
+    samples = tuple(shared_samples(folders)) if folders else ()
+    if folders:
+        prompts = {c.name: list(c.ids) for c in samples}
     elif prompts is None:
         prompts, tokenizer = default_prompts(model)
         words = {n: (name, [tokenizer.decode([i]) for i in ids]) for n, (name, ids) in enumerate(prompts.items())}
@@ -115,8 +119,23 @@ def begin(p, prompts: dict[str, list[int]] | None = None) -> Study:
     capture_all = deployment.capture.model_copy(update={"boundaries": list(window), "final": "pre", "format": "safetensors"})
     asked = deployment.model_copy(update={"server": server, "capture": capture_all})
     return Study(
-        asked, model, run_dir(p.run), family, architecture, layers, ids, window, prompts, words, p.dtype, p.server_url, p.spool
+        asked, model, run_dir(p.run), family, architecture, layers, ids, window, prompts, words, p.dtype, p.server_url, p.spool,
+        tuple(folders), samples,
     )  # fmt: skip
+
+
+def _check_lists(ids: tuple[int, ...], parties: tuple[str, str], layers: int, family: str) -> None:
+    """Raise BoundaryError for ids that name no boundary in the numbering of an engine that will be given them."""
+    for engine, convention in (("sglang", "sglang-eagle3"), ("vllm", "vllm")):
+        if engine in parties:
+            bd.to_boundaries(ids, convention, num_layers=layers, family=family)
+    if "vllm" in parties and family == "deepseek" and 0 in ids:
+        raise ParamsError(
+            got=f"ids {list(ids)}",
+            expected="ids from 1 on",
+            likely="id 0 ends vLLM's engine on DeepSeek (0.32)",
+            next="leave 0 out: the map of boundaries has it from SGLang",
+        )
 
 
 def take(study: Study, party: str) -> tuple[States, dict[int, float]]:
@@ -131,15 +150,15 @@ def take(study: Study, party: str) -> tuple[States, dict[int, float]]:
     if party == "transformers":
         return capture.through_transformers(study.model, prompts, study.dtype), {}
     if "://" in party or (party == "sglang" and study.server_url):
-        return capture.through_hsnb(attach(study.server_url or party, spool=study.spool), prompts)
+        url, spool = (study.server_url, study.spool) if party == "sglang" else (party, "")
+        return capture.through_hsnb(attach(url, spool=spool), prompts)
     if party == "sglang":
         with starting() as tell:
             server = Server.start(study.deployment, log_dir=study.folder, progress=tell)
         with server:
             return capture.through_hsnb(server, prompts)
-    from hsnb.divergence.folders import folder_states
-
-    return folder_states(resolve(party), study.prompts, study.layers), {}
+    folder = resolve(party)
+    return folder_states(folder, study.samples, study.folders.index(folder), study.layers, study.family), {}
 
 
 def witness(study: Study) -> States | None:
@@ -150,10 +169,8 @@ def witness(study: Study) -> States | None:
 def measure(study: Study, a: tuple[States, dict], b: tuple[States, dict], reference: States | None) -> Comparison:
     """Compare two parties; `reference` is the neutral witness."""
     (one, noise_one), (other, noise_other) = a, b
-    if not (one.numbered() or other.numbered()):  # two folders that say nothing: their columns are compared place by place
-        one, other = (replace(s, said=tuple(range(len(s.columns)))) for s in (one, other))
-    elif not other.numbered():  # the one whose numbers are known is the measure
-        one, other = other, one
+    if one.numbered() and not other.numbered():  # the one whose numbers are known is the measure
+        (one, noise_one), (other, noise_other) = b, a
     prompts = list(study.prompts.values())
     least = noise.floor(one.dtype, other.dtype)
     coarse = max(one.dtype, other.dtype, key=lambda d: noise.floor(d))
@@ -191,13 +208,22 @@ def own_settings(study: Study, sides: dict[str, States], known: States, own_nois
 
     if "sglang" in sides and not study.server_url:
         for ids in study.lists:
-            with starting() as tell:
+            with _told(f"SGLang {SGLANG_OPTION} {short(ids)}"), starting() as tell:
                 taken = capture.through_sglangs_option(study.deployment, ids, prompts, study.folder, tell)
-            result.append(found(taken, SGLANG_OPTION, ids, "sglang-eagle3"))
+                result.append(found(taken, SGLANG_OPTION, ids, "sglang-eagle3"))
     if "vllm" in sides:
         result.append(found(sides["vllm"], VLLM_OPTION, study.for_vllm, "vllm"))
         for ids in (i for i in study.lists if len(i) <= len(study.ids)):
-            with starting() as tell:
+            with _told(f"vLLM {VLLM_OPTION} {short(ids)}"), starting() as tell:
                 taken = capture.through_vllm(study.model, ids, prompts, study.dtype, study.folder / "vllm", tell)
-            result.append(found(taken, VLLM_OPTION, ids, "vllm"))
+                result.append(found(taken, VLLM_OPTION, ids, "vllm"))
     return tuple(result)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say that a list was not measured, and why, and go on: what was measured before is worth its conclusion."""
+    try:
+        yield
+    except ServerError as error:
+        print(f"not measured: {what}: {error}")

@@ -79,8 +79,8 @@ def read_drafter(source: str | Path | Mapping) -> DrafterConfig:
         path = path / "config.json" if path.is_dir() else path
         try:
             raw = json.loads(path.read_text())
-            if not isinstance(raw, dict):
-                raise ValueError(f"a {type(raw).__name__}, expected an object")
+            if not isinstance(raw, dict) or not isinstance(raw.get("architectures") or [], list):
+                raise ValueError("no object with a list of architectures")
         except (OSError, ValueError) as error:
             raise _not_a_drafter(path, str(error), "a wrong path, or a trainer's checkpoint that was not saved as a model") from error
     names = " ".join(map(str, raw.get("architectures") or []))

@@ -105,7 +105,11 @@ class TrainingFolder(ABC):
     def about(self) -> dict[str, Any] | None:
         """hsnb.json, None where there is none. Raises DumpError when it is not JSON."""
         try:
-            return json.loads((self.path / ABOUT).read_text())
+            tree = json.loads((self.path / ABOUT).read_text())
+            said = tree.get("boundaries", []) if isinstance(tree, dict) else None
+            if not isinstance(said, list) or not all(type(b) is int for b in said):
+                raise ValueError(f"no object whose boundaries are a list of whole numbers: {str(tree)[:60]}")
+            return tree
         except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:

@@ -44,7 +44,10 @@ class SpeculatorsPtFolder(FileFolder):
     def config(self) -> dict[str, Any]:
         """data_config.json, {} where there is none."""
         try:
-            return json.loads((self.path / CONFIG).read_text())
+            tree = json.loads((self.path / CONFIG).read_text())
+            if not isinstance(tree, dict) or not isinstance(tree.get("hidden_states", {}), dict):
+                raise ValueError("no object with hidden_states in it")
+            return tree
         except FileNotFoundError:
             return {}
         except (ValueError, OSError) as error:
