@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hsnb.dumps import UNKNOWN, Dump, list_dumps, open_dump
-from hsnb.dumps.dump import unreadable
-from hsnb.trainers.folder import FileFolder
+from hsnb.dumps.dump import NO_FINAL, unreadable
+from hsnb.trainers.folder import FileFolder, TrainingSample
 
 _OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
 _REQ = re.compile(r"req_\d+")
@@ -82,6 +83,13 @@ class ConnectorFolder(_DumpFolder):
     @staticmethod
     def takes(name: str) -> bool:
         return name.endswith(".safetensors") and not name.startswith(("model", "."))
+
+    def sample(self, index: int) -> TrainingSample:
+        """Read one sample; a file that says that it holds no final has aux columns only."""
+        made = super().sample(index)
+        if self.claims["final"] != NO_FINAL:
+            return made
+        return replace(made, column_names=tuple(f"aux_{k}" for k in range(len(made.columns))))
 
 
 def _model(dump: Dump) -> dict[str, str]:
