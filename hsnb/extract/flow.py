@@ -13,6 +13,7 @@ import torch
 from hsnb.errors import ExtractError
 from hsnb.limits import server_limits
 from hsnb.params import ExtractParams
+from hsnb.sizes import SPOOL_FLOOR
 from hsnb.sizes import floor as least_free
 
 SPOOL_SHARE = 0.5  # of the spool's free bytes that requests in flight may need: others use /dev/shm too
@@ -20,7 +21,6 @@ MAX_REQUESTS = 256  # in the server at once
 MAX_DUMPS = 256  # answered and not published yet: writers that are this far behind are not helped by more
 HEADER = 8192  # bytes of a dump besides states and ids, at most
 WINDOW_S = 300.0  # of the rate that forecasts look at
-SPOOL_FLOOR, OUTPUT_FLOOR = 1 << 30, 10 << 30
 
 
 class Disk:

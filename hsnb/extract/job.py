@@ -19,7 +19,7 @@ from hsnb.data import Prepared, shard_rows
 from hsnb.errors import ExtractError, HsnbError
 from hsnb.extract.faults import CanaryOut
 from hsnb.extract.fingerprint import fingerprint
-from hsnb.extract.flow import OUTPUT_FLOOR, Disk, Flow, check_fits, gb
+from hsnb.extract.flow import Disk, Flow, check_fits, gb
 from hsnb.extract.output import Committer, Output, export
 from hsnb.extract.publish import Publisher
 from hsnb.extract.recovery import recover, recover_others
@@ -32,6 +32,7 @@ from hsnb.params import ExtractParams
 from hsnb.probe.receipt import require_receipt
 from hsnb.progress import Progress
 from hsnb.shard import ShardResult
+from hsnb.sizes import OUTPUT_FLOOR
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.1

@@ -23,6 +23,7 @@ from hsnb.ledger import FOLDER, Entry, Ledger
 from hsnb.params import Deployment
 from hsnb.paths import write_json
 from hsnb.trainers import layout as find_layout
+from hsnb.trainers.layout import sync_folder
 
 STAGING, ASIDE = ".staging", "set-aside"  # in the data set's folder
 GROUP = 256  # samples entered in one transaction at most
@@ -172,12 +173,3 @@ def checksum(path: Path) -> str:
     except FileNotFoundError:
         return ""
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
