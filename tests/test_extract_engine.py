@@ -235,7 +235,7 @@ def test_what_must_not_start(server, data, monkeypatch):
     info = dict(server.info)
     try:
         server.info["context_length"] = 100
-        with pytest.raises(ExtractError, match=r"row 28 has 145 tokens, expected at most 99"):
+        with pytest.raises(ExtractError, match=r"row 28 has 145 tokens, expected at most 93"):
             run(server, data)
     finally:
         server.info = info
