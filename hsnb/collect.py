@@ -12,6 +12,7 @@ from hsnb.errors import CaptureError, DumpError
 from hsnb.patch.armed import read_armed
 
 TIMEOUT_S = 10.0
+PATIENCE = 30  # times that, while the server publishes others
 LOOK_S = 0.005
 FAILURES_S = 0.25  # between two looks at the armed file, which is larger than most dumps' names
 
@@ -26,9 +27,9 @@ def failure(spool: Path, request_id: str) -> str:
 
 
 def collect(spool: Path, request_id: str, layout: str = "safetensors", timeout_s: float = TIMEOUT_S) -> Path:
-    """Return the path of the dump of an answered request; it is published during the prefill, so it should be there.
+    """Return the path of the dump of an answered request; it is written beside the prefill, so it may come a moment later.
 
-    Raises CaptureError with the plug-in's own reason, or when nothing came in `timeout_s`.
+    Raises CaptureError with the plug-in's own reason, or when the server has published no dump at all for `timeout_s`.
     """
     for path in _looks(spool, request_id, layout, timeout_s):
         if path:
@@ -48,7 +49,8 @@ async def acollect(spool: Path, request_id: str, layout: str = "safetensors", ti
 
 def _looks(spool: Path, request_id: str, layout: str, timeout_s: float):
     """Yield the dump's path, or None while it is not there, until there is a reason to raise CaptureError."""
-    end, asked = time.monotonic() + timeout_s, 0.0
+    begun = time.monotonic()
+    end, asked, told = begun + timeout_s, 0.0, None
     while True:
         yield dump_path(spool, request_id, layout)
         now = time.monotonic()
@@ -61,6 +63,8 @@ def _looks(spool: Path, request_id: str, layout: str, timeout_s: float):
                     likely=_likely(why),
                     next="see armed-0.json in the spool and the server's log",
                 )
+            if told != (told := [a.counts.get("captured") for a in read_armed(spool)]):  # a slow disk: others' dumps are before ours
+                end = min(now + timeout_s, begun + PATIENCE * timeout_s)
         if now > end:
             gone = "" if read_armed(spool) else "; the spool has no armed file any more"
             raise CaptureError(

@@ -182,42 +182,42 @@ def _one_short(sane, self, reqs):
         self.lengths[req.rid] = known._replace(tokens=known.tokens - 1)
 
 
-# -- which place in the file: Capture.put(rows, states [n, K + 1, H], token_ids [n])
+# -- which place in the file: Capture.put(request, rows, states [n, K + 1, H], token_ids [n])
 
 
-def _lost(sane, self, rows, states, token_ids):
+def _lost(sane, self, request, rows, states, token_ids):
     if rows.start == 64:  # noted as come, and never written
         from hsnb.patch.spool import Request
 
-        return Request.put(self.open[rows.request_id], rows.start, states, token_ids)
-    return sane(self, rows, states, token_ids)
+        return Request.put(request, rows.start, states, token_ids)
+    return sane(self, request, rows, states, token_ids)
 
 
-def _twice(sane, self, rows, states, token_ids):
-    sane(self, rows, states, token_ids)
-    if (request := self.open.get(rows.request_id)) and rows.start == 64:
+def _twice(sane, self, request, rows, states, token_ids):
+    sane(self, request, rows, states, token_ids)
+    if rows.start == 64:
         from hsnb.patch.spool import _bytes, _write_all
 
         _write_all(request._fd, _bytes(states), request._states_at)  # over row 0 onwards, too
 
 
-def _by_reference(sane, self, rows, states, token_ids):
+def _by_reference(sane, self, request, rows, states, token_ids):
     """Keep views of one buffer until the prompt is whole, as a capture without a copy would."""
     if not hasattr(self, "kept"):
         self.kept, self.buffer = {}, states.new_empty(4096, *states.shape[1:])
     view = self.buffer[: rows.n]
     view.copy_(states)
     kept = self.kept.setdefault(rows.request_id, [])
-    kept.append((rows, view, token_ids.clone()))
+    kept.append((request, rows, view, token_ids.clone()))
     if rows.start + rows.n >= self.lengths[rows.request_id].tokens:
         for part in self.kept.pop(rows.request_id):
             sane(self, *part)
 
 
-def _too_soon(sane, self, rows, states, token_ids):
+def _too_soon(sane, self, request, rows, states, token_ids):
     """Show a file under its name while its rows are still coming."""
-    sane(self, rows, states, token_ids)
-    if (request := self.open.get(rows.request_id)) and rows.start == 0:
+    sane(self, request, rows, states, token_ids)
+    if rows.start == 0 and not request.whole:
         from hsnb.patch.spool import _write_all
 
         header = request._header([[0, request.num_tokens]])

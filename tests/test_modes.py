@@ -147,7 +147,9 @@ def capture(tmp_path):
 def run(capture, *parts, ids: bool = True, **more):
     made = batch(*parts, **more)
     capture.note_lengths([r for r, *_ in parts])
-    return capture(made.input_ids if ids else None, None, made, *([] if ids else [made.input_ids[:, None].float()]))
+    result = capture(made.input_ids if ids else None, None, made, *([] if ids else [made.input_ids[:, None].float()]))
+    capture.writer.settle()
+    return result
 
 
 def said(capture) -> tuple[dict, list[str]]:
@@ -190,6 +192,7 @@ def test_half_a_prompt_goes_when_its_request_does(capture):
     run(capture, (aborted, 0, 2), (retracted, 0, 3), (going, 0, 4))
     aborted.finished_reason = "abort"
     capture.let_go({"hsnb-2"})
+    capture.writer.settle()
     assert said(capture) == ({"failed": 1}, ["hsnb-0: aborted at row 2 of 6: its client gave it up or went away"])
     assert len(list(capture.settings.spool.glob(".*.tmp"))) == len(capture.open) == 1
     run(capture, (retracted, 0, 6), (going, 4, 6))

@@ -10,54 +10,24 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from hsnb.patch.armed import ArmedFile
+from hsnb.patch.armed import Armed, ArmedFile
 from hsnb.patch.bodies import Body
 from hsnb.patch.digest import PROBE_PREFIX, Digests
+from hsnb.patch.ring import Ring, ring_bytes
+from hsnb.patch.rows import Known, Rows, Seen
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import LAYOUTS, Request, dtype_name
+from hsnb.patch.writer import File, Writer
 
 log = logging.getLogger("sglang.hsnb")
 _MAX_KNOWN = 65536
 _AUTOMATIC_ID = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where one request's rows lie in a batch: `offset` there, `start` in its prompt, `n` of them."""
-
-    request_id: str
-    offset: int
-    start: int
-    n: int
-    kind: str
-
-
-@dataclass
-class Seen:
-    """What is known of one request object of SGLang's over all its batches; a new one with an old id starts afresh."""
-
-    req: Callable  # a weak reference
-    counted: bool = False
-    prefilled: bool = False  # every row of the prompt ran; the same on all ranks, for it decides who takes part in the gathers
-    given_up: bool = False  # its failure is told, once
-    refused: str = ""  # why its prompt is none to capture
-
-
-class Known(NamedTuple):
-    """What ForwardBatch.init_new said of a request: a batch holds only the chunk that it runs."""
-
-    tokens: int  # of the whole prompt
-    answered: int  # tokens answered so far
-    aborted: bool  # SGLang gave it up, and runs one token in its place
-    seen: Seen
 
 
 class Capture:
@@ -69,9 +39,11 @@ class Capture:
         self.num_layers = armed.armed.num_layers
         self.inner = [b for b in settings.boundaries if b < self.num_layers]
         self.lengths: OrderedDict[str, Known] = OrderedDict()  # by request id
-        self.open: OrderedDict[str, Request] = OrderedDict()
+        self.open: OrderedDict[str, File] = OrderedDict()  # prompts with rows to come; the writer has the others
         self.warmup_expected, self.warmup_id = warmup, None
         a = armed.armed
+        self.telling = threading.Lock()  # of the armed file, for the forward and the threads that write
+        self.writer = self.make_writer(a) if writes else None
         self.digests = Digests(settings.spool, a.rank, [*map(str, settings.boundaries), "final"])
         self.meta = {
             "hsnb_format": "1",
@@ -84,6 +56,14 @@ class Capture:
             "tp_rank": str(a.tp_rank),
             "tp_size": str(a.tp_size),
         }
+
+    def make_writer(self, a: Armed) -> Writer:
+        """Return the writer with its ring: four of the server's prefill chunks by default."""
+        tokens = max(int(a.server_args.get("chunked_prefill_size") or 0), 0) or int(a.server_args.get("max_prefill_tokens") or 8192)
+        token_bytes = (len(a.boundaries or self.settings.boundaries) + 1) * a.hidden_size * getattr(torch, a.dtype).itemsize + 8
+        on_gpu = a.server_args.get("device") == "cuda"
+        ring = Ring(ring_bytes(tokens, token_bytes), pin=on_gpu)
+        return Writer(self.settings.spool, ring, put=self.put, publish=self.publish, failed=self.not_written)
 
     # -- which requests ------------------------------------------------------------------------------------------
 
@@ -128,7 +108,7 @@ class Capture:
             row = Rows(rid, offset, int(start), int(n), kind)
             if not rid.startswith(self.settings.only):
                 if not known.seen.counted:
-                    self.armed.count("other" if kind == "data" else kind)
+                    self.count("other" if kind == "data" else kind)
                 known.seen.counted = True
             elif known.aborted:
                 self.fail([row], "SGLang gave the request up before it ran: its answer has the reason")
@@ -162,12 +142,12 @@ class Capture:
         """
         for rid in [r for r in {**self.open, **self.digests.open} if r not in live]:
             self.digests.open.pop(rid, None)
-            if request := self.open.pop(rid, None):
-                request.discard()
+            if file := self.open.pop(rid, None):
+                self.writer.give_up(file)
                 req = self.lengths[rid].seen.req() if rid in self.lengths else None
                 if req is None or req.finished_reason is not None:
-                    why = f"aborted at row {request.next_row} of {request.num_tokens}: its client gave it up or went away"
-                    self.fail([Rows(rid, 0, 0, 0, request.kind)], why)
+                    why = f"aborted at row {file.next_row} of {file.request.num_tokens}: its client gave it up or went away"
+                    self.fail([Rows(rid, 0, 0, 0, file.request.kind)], why)
 
     # -- one forward ---------------------------------------------------------------------------------------------
 
@@ -220,7 +200,10 @@ class Capture:
         return states, hidden
 
     def store(self, rows: list[Rows], states: dict, token_ids: torch.Tensor) -> None:
-        """Copy each request's rows to the host and put them into its dump; a failure is the client's to hear, never the model's."""
+        """Hand each request's rows to the writer; a failure is the client's to hear, never the model's.
+
+        Both tensors are copies made on the model's own stream, so what the model does next with its buffers changes nothing.
+        """
         try:
             wanted = (*self.settings.boundaries, "final")
             if missing := [k for k in wanted if k not in states]:
@@ -228,66 +211,90 @@ class Capture:
             stacked = torch.stack([states[k] for k in wanted], dim=1)  # [tokens, K + 1, H]: a request's rows are one contiguous piece
             if stacked.shape[0] != token_ids.shape[0]:
                 raise ValueError(f"{stacked.shape[0]} rows for {token_ids.shape[0]} tokens: scattered tokens are not captured")
+            ids = token_ids.to(torch.int64, copy=True)
+            if self.writes:
+                self.writer.follow(stacked, ids)
         except Exception as error:
             log.exception("hsnb: capture failed")
             self.fail(rows, f"the model gave no states: {error!r}")
             return
         for r in rows:
-            known, part = self.lengths[r.request_id], slice(r.offset, r.offset + r.n)
+            known = self.lengths[r.request_id]
             if known.seen.given_up:  # a later chunk of a prompt whose failure is told
                 continue
             try:
-                mine = stacked[part].cpu()
-                if r.request_id.startswith(PROBE_PREFIX):
-                    self.digests.add(r.request_id, r.start, mine, known.tokens)
+                if r.request_id.startswith(PROBE_PREFIX):  # few and far between: here the forward may wait
+                    self.digests.add(r.request_id, r.start, stacked[r.part].cpu(), known.tokens)
                 if self.writes:
-                    self.put(r, mine, token_ids[part].cpu())
+                    self.hand_over(r, stacked, ids)
             except Exception as error:
                 log.exception("hsnb: request %s failed", r.request_id)
                 self.fail([r], f"{type(error).__name__}: {error}")
 
-    def put(self, rows: Rows, states: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Put [n, K + 1, H] rows in place; publish when the prompt is whole."""
-        request = self.open.get(rows.request_id)
-        if rows.start == 0 and request is not None:  # retracted in the middle of its chunks: it starts again
-            self.open.pop(rows.request_id).discard()
-            request = None
-        if request is None:
+    def hand_over(self, rows: Rows, stacked: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Queue one request's rows [n, K + 1, H]. SGLang chunks one prompt at a time, so few are ever open; `let_go` ends the others."""
+        file, tokens = self.open.get(rows.request_id), self.lengths[rows.request_id].tokens
+        if rows.start == 0 and file is not None:  # retracted in the middle of its chunks: it starts again
+            self.writer.give_up(self.open.pop(rows.request_id))
+            file = None
+        if file is None:
             if rows.start != 0:
                 raise ValueError(f"rows 0..{rows.start - 1} did not run: they came from the radix cache; use --disable-radix-cache")
-            request = self.begin(rows, states)
-        request.put(rows.start, states, token_ids)
-        if request.whole:
+            if dtype_name(stacked.dtype) != self.meta["dtype"]:
+                raise ValueError(f"states are {dtype_name(stacked.dtype)}, the model is {self.meta['dtype']}")
+            layout = LAYOUTS[self.settings.format]
+            request = layout(rows.request_id, tokens, rows.kind, stacked.shape[1], stacked.shape[2], stacked.dtype, self.meta)
+            file = self.open[rows.request_id] = File(request, self.lengths[rows.request_id].seen)
+        waited = 0.0
+        for piece in rows.pieces(self.writer.rows_at_once(stacked)):
+            waited += self.writer.add(file, piece, stacked[piece.part], token_ids[piece.part])
+        if waited:
+            self.count("ring_full_ms", max(1, round(waited * 1000)))
+        if file.next_row >= tokens:
             del self.open[rows.request_id]
-            try:
-                request.publish(self.settings.spool)
-            except BaseException:
-                request.discard()
-                raise
-            self.armed.count("captured")
 
-    def begin(self, rows: Rows, states: torch.Tensor) -> Request:
-        """Open a request's dump. SGLang chunks one prompt at a time, so few are ever open; `let_go` ends those that don't go on."""
-        num_tokens = self.lengths[rows.request_id].tokens
-        request = LAYOUTS[self.settings.format](
-            rows.request_id, num_tokens, rows.kind, states.shape[1], states.shape[2], states.dtype, self.meta
-        )
-        if dtype_name(states.dtype) != self.meta["dtype"]:
-            raise ValueError(f"states are {dtype_name(states.dtype)}, the model is {self.meta['dtype']}")
-        request.begin(self.settings.spool)
-        self.open[rows.request_id] = request
-        return request
+    # -- in the threads that write -------------------------------------------------------------------------------
 
-    def fail(self, rows: list[Rows], why: str) -> None:
-        """Give requests up and write why to the armed file, once each; they are answered by the model all the same."""
-        for r in rows:
-            self.digests.open.pop(r.request_id, None)
-            if request := self.open.pop(r.request_id, None):
-                request.discard()
-            seen = self.lengths[r.request_id].seen if r.request_id in self.lengths else None
-            if not self.writes or not r.request_id.startswith(self.settings.only) or (seen and seen.given_up):
-                continue
+    def put(self, request: Request, rows: Rows, states: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Put [n, K + 1, H] rows in place."""
+        request.put(rows.start, states, token_ids, rows.goes_on)
+
+    def publish(self, request: Request) -> None:
+        """Give a whole dump its name. It is counted just before, so that whoever sees the file sees the count."""
+        request.seal()
+        self.count("captured")
+        try:
+            request.publish(self.settings.spool)
+        except BaseException:
+            self.count("captured", -1)
+            raise
+
+    def not_written(self, file: File, why: str) -> None:
+        """Tell why a dump could not be written."""
+        self.tell(file.request.request_id, file.seen, why)
+
+    # -- what the client is told ---------------------------------------------------------------------------------
+
+    def count(self, what: str, n: int = 1) -> None:
+        """Add to a count of the armed file."""
+        with self.telling:
+            self.armed.armed.counts[what] = self.armed.armed.counts.get(what, 0) + n
+            self.armed.update()
+
+    def tell(self, request_id: str, seen: Seen | None, why: str) -> None:
+        """Write a failure to the armed file, once for each request."""
+        with self.telling:
+            if not self.writes or not request_id.startswith(self.settings.only) or (seen and seen.given_up):
+                return
             if seen:
                 seen.given_up = True
-            log.error("hsnb: request %s not captured: %s", r.request_id, why)
-            self.armed.fail(r.request_id, why)
+            log.error("hsnb: request %s not captured: %s", request_id, why)
+            self.armed.fail(request_id, why)
+
+    def fail(self, rows: list[Rows], why: str) -> None:
+        """Give requests up and say why, once each; they are answered by the model all the same."""
+        for r in rows:
+            self.digests.open.pop(r.request_id, None)
+            if file := self.open.pop(r.request_id, None):
+                self.writer.give_up(file)
+            self.tell(r.request_id, self.lengths[r.request_id].seen if r.request_id in self.lengths else None, why)

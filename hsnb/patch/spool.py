@@ -7,9 +7,11 @@ package, which saves whole tensors only; the reader is that package.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import torch
 import xxhash
 
 _CHUNKS_ROOM = 4096  # bytes of header for the list of chunks
+_ATTEMPTS = itertools.count()  # a prompt that starts again has another temporary file: the old one may still be on its way out
+_NUMBERED = threading.Lock()  # one req_N at a time
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -42,15 +46,22 @@ class Request:
     dtype: torch.dtype
     meta: dict[str, str]  # what every dump of this server says of itself
     chunks: list[list[int]] = field(default_factory=list)
+    sealed: bool = False
 
-    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Note that rows start..start+n arrived. Raises ValueError when they are not the next ones, or of another shape."""
+    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
+        """Note that rows start..start+n arrived, of the same chunk as those before when it `goes_on`.
+
+        Raises ValueError when they are not the next ones, or of another shape.
+        """
         n = token_ids.shape[0]
         if tuple(states.shape) != (n, self.columns, self.hidden_size) or states.dtype != self.dtype:
             raise ValueError(f"states are {states.dtype}{list(states.shape)}, expected {self.dtype}[{n},{self.columns},{self.hidden_size}]")
         if start != self.next_row or start + n > self.num_tokens:
             raise ValueError(f"rows {start}..{start + n - 1} arrived, expected row {self.next_row} of {self.num_tokens} next")
-        self.chunks.append([start, start + n])
+        if goes_on and self.chunks:
+            self.chunks[-1][1] = start + n
+        else:
+            self.chunks.append([start, start + n])
 
     @property
     def next_row(self) -> int:
@@ -59,6 +70,10 @@ class Request:
     @property
     def whole(self) -> bool:
         return self.next_row == self.num_tokens
+
+    def _attempt(self) -> str:
+        """Return the part of a temporary name that no other attempt has, of this or another process."""
+        return f"{file_stem(self.request_id)}.{os.getpid()}.{next(_ATTEMPTS)}"
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -77,7 +92,7 @@ class SafetensorsRequest(Request):
     def begin(self, spool: Path) -> None:
         """Lay the file out at its full size. Raises OSError (ENOSPC before a byte of states is written)."""
         self._path = spool / f"{file_stem(self.request_id)}.safetensors"
-        self._temporary = spool / f".{file_stem(self.request_id)}.{os.getpid()}.tmp"
+        self._temporary = spool / f".{self._attempt()}.tmp"
         self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._row = self.columns * self.hidden_size * self.dtype.itemsize
         self._header_size = len(self._header([])) + _CHUNKS_ROOM & ~7
@@ -102,16 +117,23 @@ class SafetensorsRequest(Request):
         }
         return json.dumps(tree).encode()
 
-    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor) -> None:
-        super().put(start, states, token_ids)
+    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
+        super().put(start, states, token_ids, goes_on)
         _write_all(self._fd, _bytes(token_ids.to(torch.int64)), self._ids_at + 8 * start)
         _write_all(self._fd, _bytes(states), self._states_at + start * self._row)
 
-    def publish(self, spool: Path) -> None:
+    def seal(self) -> None:
+        """Write the header: everything is there but the name."""
         header = self._header(self.chunks)
         if len(header) > self._header_size:  # a very long prompt in very many chunks: say only that it is whole
             header = self._header([[0, self.num_tokens]])
         _write_all(self._fd, memoryview(self._header_size.to_bytes(8, "little") + header.ljust(self._header_size)), 0)
+        self.sealed = True
+
+    def publish(self, spool: Path) -> None:
+        """Give the file its name."""
+        if not self.sealed:
+            self.seal()
         os.replace(self._temporary, self._path)  # while it is open: when this fails, `discard` closes it, and closes it once
         os.close(self._fd)
 
@@ -127,25 +149,35 @@ class PtRequest(Request):
     """
 
     def begin(self, spool: Path) -> None:
-        self._folder = spool / f".req.{file_stem(self.request_id)}.{os.getpid()}.tmp"
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = spool / f".req.{self._attempt()}.tmp"
         self._folder.mkdir(mode=0o700)
         self._columns = [torch.empty(self.num_tokens, self.hidden_size, dtype=self.dtype) for _ in range(self.columns)]
         self._ids = torch.empty(self.num_tokens, dtype=torch.int64)
 
-    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor) -> None:
-        super().put(start, states, token_ids)
+    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
+        super().put(start, states, token_ids, goes_on)
         rows = slice(start, start + token_ids.shape[0])
+        bits = states.view(torch.uint8).numpy()  # numpy copies in this thread alone, without the GIL; torch would wake its own for it
         for k, column in enumerate(self._columns):
-            column[rows] = states[:, k]
+            column.view(torch.uint8).numpy()[rows] = bits[:, k]
         self._ids[rows] = token_ids
 
-    def publish(self, spool: Path) -> None:
-        n = _next_number(spool)
+    def seal(self) -> None:
+        """Save the tensors."""
         names = [f"aux_{k}.pt" for k in range(self.columns - 1)] + ["final.pt"]
         for name, column in zip(names, self._columns, strict=True):
             torch.save(column, self._folder / name)  # a tensor of its own: a view would save its whole storage
-        boundaries = json.loads(self.meta["boundaries"])
+        self.sealed = True
+
+    def publish(self, spool: Path) -> None:
+        """Give the folder its number, and the metadata with it."""
+        if not self.sealed:
+            self.seal()
+        with _NUMBERED:
+            self._number(spool)
+
+    def _number(self, spool: Path) -> None:
+        n, boundaries = _next_number(spool), json.loads(self.meta["boundaries"])
         tree = {
             **self.meta,
             "request_id": self.request_id,

@@ -1,0 +1,74 @@
+"""What this machine can do at best: device to host, into the spool, onto the disk, checksums. GB/s, 1 GB = 1e9 bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import xxhash
+
+_PIECE = 117_440_512  # bytes: 2,048 tokens of Kimi's shape at three boundaries and the final state
+_THREADS = (1, 2, 4, 8)
+
+
+def ceilings(device: str, memory: Path, disk: Path) -> dict[str, float]:
+    """Return {what: GB/s}, each the best of three."""
+    found = {}
+    if device == "cuda":
+        found["device to page-locked host"] = best(lambda: _device_to_host(pinned=True))
+        found["device to ordinary host memory, allocated each time"] = best(lambda: _device_to_host(pinned=False))
+    files = 16 if device == "cuda" else 4
+    for threads in _THREADS if device == "cuda" else _THREADS[:2]:
+        found[f"files into {memory}, {threads} threads"] = best(lambda threads=threads: _write(memory, threads, files))
+    found["files onto the disk, 4 threads, synced"] = best(lambda: _write(disk, 4, files, sync=True))
+    data = os.urandom(_PIECE)
+    found["xxh3-128, one core"] = best(lambda: _timed(len(data), lambda: xxhash.xxh3_128_digest(data)))
+    return found
+
+
+def best(measure) -> float:
+    """Return the largest of three."""
+    return max(measure() for _ in range(3))
+
+
+def _timed(nbytes: int, work) -> float:
+    before = time.perf_counter()
+    work()
+    return nbytes / (time.perf_counter() - before) / 1e9
+
+
+def _device_to_host(*, pinned: bool) -> float:
+    source = torch.ones(_PIECE, dtype=torch.uint8, device="cuda")
+    target = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) if pinned else None
+    torch.cuda.synchronize()
+
+    def work():
+        for _ in range(8):
+            target.copy_(source, non_blocking=True) if pinned else source.cpu()
+        torch.cuda.synchronize()
+
+    return _timed(8 * _PIECE, work)
+
+
+def _write(folder: Path, threads: int, files: int, *, sync: bool = False) -> float:
+    """Write files as the writer does: laid out at their full size, then filled by one thread each."""
+    own, data = Path(tempfile.mkdtemp(prefix="hsnb-ceiling-", dir=folder)), memoryview(bytearray(os.urandom(_PIECE)))
+
+    def one(n: int) -> None:
+        fd = os.open(own / str(n), os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(fd, 0, _PIECE)
+        os.pwrite(fd, data, 0)
+        if sync:
+            os.fsync(fd)
+        os.close(fd)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return _timed(files * _PIECE, lambda: list(pool.map(one, range(files))))
+    finally:
+        shutil.rmtree(own)

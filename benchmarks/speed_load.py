@@ -1,0 +1,124 @@
+"""Send one load to a server, plain and captured in turns, and time it until the last dump is in the spool."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.gpu_probe import prompt_ids
+from benchmarks.gpu_servers import Plan
+from benchmarks.speed_results import Load, Turn
+from hsnb.collect import free
+from hsnb.dumps import list_dumps
+from hsnb.params import Deployment
+from hsnb.patch.armed import read_armed
+
+VOCAB = 2000  # token ids that every model here has
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """`lengths` of the prompts, `times` over, in requests of at most `together` prompts each, all sent at once."""
+
+    lengths: tuple[int, ...]
+    times: int
+    together: int = 64
+
+    @property
+    def words(self) -> str:
+        """What the load is, for people."""
+        return f"{len(self.lengths) * self.times} prompts of {', '.join(f'{n:,}' for n in self.lengths)} tokens at once"
+
+
+_MIXED = (64, 128, 256, 512, 1024, 2048)
+LOADS = {
+    "cuda": {
+        "long": Prompts((2048,), 64),
+        "short": Prompts((128,), 1024, 256),
+        "mixed": Prompts(_MIXED, 24, 24),
+        "few": Prompts((2048,), 4),
+    },
+    "cpu": {"long": Prompts((1024,), 2), "short": Prompts((128,), 16), "mixed": Prompts((32, 64, 128, 256, 512), 2)},
+}
+
+
+def deployment(device: str, spool: Path | None, layout: str) -> Deployment:
+    """Return Kimi's shape in bfloat16 on a GPU with chunks of 8,192 tokens, SmolLM2 in float32 on a CPU."""
+    if device == "cuda":
+        made = Plan.gpu(1).deployment("deepseek wide", 300)
+    else:
+        server = {"device": "cpu", "dtype": "float32", "chunked_prefill_size": 512}
+        tree = {"name": "speed", "model": "demo:smollm2-fp32", "server": server, "capture": {"boundaries": [2, 15, 27]}}
+        made = Deployment.parse(tree, origin="benchmarks/speed.py")
+    server = made.server.model_copy(update={"spool": str(spool)}) if spool else made.server
+    return made.model_copy(update={"server": server, "capture": made.capture.model_copy(update={"format": layout})})
+
+
+def measure(server, prompts: Prompts, turns: int, end: float) -> Load:
+    """Return `turns` alternations, fewer when the time is out; which of the two comes first alternates as well."""
+    first = server.armed[0]
+    width = (len(first.boundaries) + 1) * first.hidden_size * (4 if first.dtype == "float32" else 2)
+    ids = [prompt_ids(n, VOCAB, seed=1000 + i) for i, n in enumerate(prompts.lengths * prompts.times)]
+    found: dict[str, list[Turn]] = {"plain": [], "hsnb-bench": []}
+    for kind in found:  # warming up
+        one_turn(server, ids, prompts.together, kind)
+    before, memory = _counts(server), _memory(server)
+    for n in range(turns):
+        if time.monotonic() > end:
+            break
+        for kind in found if n % 2 == 0 else reversed(found):
+            found[kind].append(one_turn(server, ids, prompts.together, kind))
+    return Load(
+        prompts=prompts.words,
+        token_bytes=width,
+        plain=found["plain"],
+        captured=found["hsnb-bench"],
+        ring_full_ms=_counts(server).get("ring_full_ms", 0) - before.get("ring_full_ms", 0),
+        memory_growth_mib=round((_memory(server) - memory) / 2**20, 1),
+    )
+
+
+def one_turn(server, ids: list[list[int]], together: int, kind: str) -> Turn:
+    """Send every prompt once. Raises RuntimeError when a prompt was not captured."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    rids = [f"{kind}-{uuid.uuid4().hex}" for _ in ids]
+    parts = [slice(i, i + together) for i in range(0, len(ids), together)]
+    counts, cpu, sampling = _counts(server), _cpu(server), {"max_new_tokens": 1, "temperature": 0.0}
+    wanted = counts.get("captured", 0) + (len(ids) if kind == "hsnb-bench" else 0)
+    with server.client() as client, ThreadPoolExecutor(len(parts)) as pool:
+        began = time.perf_counter()
+        asked = [
+            pool.submit(client.request, "POST", "/generate", {"rid": rids[p], "input_ids": ids[p], "sampling_params": sampling})
+            for p in parts
+        ]
+        for reply in asked:
+            reply.result()
+        answered = time.perf_counter() - began
+        while (now := _counts(server)).get("captured", 0) < wanted:
+            if now.get("failed", 0) > counts.get("failed", 0):
+                raise RuntimeError(f"not captured: {read_armed(server.spool)[0].failures[-1]}")
+            time.sleep(0.002)
+        published = time.perf_counter() - began
+    spent = _cpu(server) - cpu
+    for path in list_dumps(server.spool):
+        free(path)
+    tokens = sum(map(len, ids))
+    return Turn(tokens=tokens, answered_s=round(answered, 5), published_s=round(published, 5), cpu_s=round(spent, 3))
+
+
+def _counts(server) -> dict[str, int]:
+    return read_armed(server.spool)[0].counts
+
+
+def _cpu(server) -> float:
+    """Return the CPU seconds of every scheduler so far."""
+    return sum(sum(psutil.Process(a.pid).cpu_times()[:2]) for a in server.armed)
+
+
+def _memory(server) -> int:
+    return sum(psutil.Process(a.pid).memory_info().rss for a in server.armed)

@@ -1,0 +1,105 @@
+"""A bounded ring of host memory between the model's device and the spool, page-locked when the device is a GPU.
+
+Pieces are taken in order by the forward's thread and given back in any order by the writers; the space of a piece is used again
+once every older piece is back. So the memory never grows, and a writer that falls behind is felt as a wait in `take`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+VARIABLE = "SGLANG_HS_DUMP_RING_MIB"
+_CHUNKS = 4  # with overlapped scheduling two batches are on the device while a third is written
+_LEAST, _MOST = 64 << 20, 2 << 30  # bytes, of the default
+_ALIGN = 512  # bytes: a piece can be viewed as any dtype
+
+
+@dataclass
+class Slot:
+    """Bytes start..end of the ring."""
+
+    start: int
+    end: int
+    back: bool = False
+
+
+def ring_bytes(chunk_tokens: int, token_bytes: int) -> int:
+    """Return the ring's size: SGLANG_HS_DUMP_RING_MIB, or four prefill chunks within 64 MiB and 2 GiB. Raises ValueError."""
+    asked = os.environ.get(VARIABLE, "")
+    if not asked:
+        return min(max(_CHUNKS * chunk_tokens * token_bytes, _LEAST), _MOST)
+    if not asked.isdigit() or int(asked) < 1:
+        raise ValueError(f"{VARIABLE} is {asked!r}, expected a whole number of MiB, 1 or more")
+    return int(asked) << 20
+
+
+class Ring:
+    """`nbytes` of host memory. Raises RuntimeError when they cannot be page-locked."""
+
+    def __init__(self, nbytes: int, *, pin: bool = False):
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.largest = nbytes // 8 // _ALIGN * _ALIGN  # bytes of one piece: several are always on their way
+        self._pinned = pin
+        if pin:  # not pin_memory=True, which takes the next power of two
+            code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)
+            if int(code):
+                raise RuntimeError(f"{nbytes >> 20} MiB could not be page-locked ({code}): set {VARIABLE} to less")
+        self._slots: deque[Slot] = deque()  # oldest first
+        self._head = 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> tuple[Slot, float]:
+        """Return the next `nbytes` and the seconds that were waited for them. Raises ValueError for more than one piece may have."""
+        nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        if nbytes > self.largest:
+            raise ValueError(f"a piece of {nbytes:,} bytes, at most {self.largest:,} of a ring of {len(self.memory):,}: raise {VARIABLE}")
+        with self._changed:
+            start, waited = self._room(nbytes), 0.0
+            if start is None:
+                before = time.monotonic()
+                while (start := self._room(nbytes)) is None:
+                    self._changed.wait()
+                waited = time.monotonic() - before
+            slot = Slot(start, start + nbytes)
+            self._slots.append(slot)
+            self._head = slot.end
+        return slot, waited
+
+    def _room(self, nbytes: int) -> int | None:
+        """Return where `nbytes` fit now. Head and tail never meet while something is taken, so that full is not empty."""
+        if not self._slots:
+            return 0
+        tail = self._slots[0].start
+        if self._head > tail:
+            if len(self.memory) - self._head >= nbytes:
+                return self._head
+            return 0 if nbytes < tail else None
+        return self._head if nbytes < tail - self._head else None
+
+    def give(self, slot: Slot) -> None:
+        """Give a piece back."""
+        with self._changed:
+            slot.back = True
+            while self._slots and self._slots[0].back:
+                self._slots.popleft()
+            self._changed.notify_all()
+
+    def view(self, slot: Slot, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor over the bytes of `slot` from `offset` on."""
+        start = slot.start + offset
+        count = dtype.itemsize
+        for n in shape:
+            count *= n
+        return self.memory[start : start + count].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Unlock the pages."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self._pinned = False
