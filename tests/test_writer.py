@@ -15,7 +15,7 @@ from hsnb.patch.armed import Armed, ArmedFile, read_armed
 from hsnb.patch.bodies import Body
 from hsnb.patch.capture import Capture
 from hsnb.patch.ring import Ring, ring_bytes
-from hsnb.patch.rows import Rows
+from hsnb.patch.rows import Rows, cuts
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import SafetensorsRequest
 from hsnb.patch.writer import Writer, writing_threads
@@ -113,7 +113,7 @@ def test_the_size_of_the_ring(monkeypatch):
 
 @pytest.mark.parametrize("layout", ["safetensors", "pt"])
 def test_a_prompt_of_many_pieces_and_chunks_is_whole_and_names_its_chunks(tmp_path, monkeypatch, layout):
-    """768 bytes of states a row and a ring of 1 MiB: a piece has at most 168 rows, a chunk of 600 rows has four."""
+    """776 bytes a row and a ring of 1 MiB: a piece has at most 168 rows, and some have the rows of both prompts."""
     capture = made(tmp_path, monkeypatch, layout=layout)
     one, other = req("hsnb-a", 1000), req("hsnb-b", 40)
     run(capture, (other, 0, 40), (one, 0, 600))
@@ -272,9 +272,22 @@ def test_many_requests_from_a_slow_and_a_fast_side(tmp_path, monkeypatch):
     assert list(tmp_path.glob(".*.tmp")) == [] and not capture.writer.ring._slots
 
 
-def test_pieces_of_rows():
-    rows = Rows("hsnb-a", offset=10, start=100, n=7, kind="data")
-    assert [(p.offset, p.start, p.n, p.goes_on) for p in rows.pieces(3)] == [(10, 100, 3, False), (13, 103, 3, True), (16, 106, 1, True)]
+def test_a_batch_is_cut_into_few_pieces_and_every_row_is_in_one():
+    rows = [Rows(f"hsnb-{i}", offset, start, n, "data") for i, (offset, start, n) in enumerate([(0, 0, 3), (3, 5, 4), (9, 0, 2)])]
+    found = list(cuts(rows, 5))  # rows 7 and 8 are somebody else's
+    assert found == [(0, 5, [0, 1]), (5, 7, [1]), (9, 11, [2])]
+    second = [rows[1].within(first, end) for first, end, _ in found[:2]]
+    assert [(r.offset, r.start, r.n, r.goes_on) for r in second] == [(3, 5, 2, False), (5, 7, 2, True)]
+    assert list(cuts(rows, 100)) == [(0, 7, [0, 1]), (9, 11, [2])] and list(cuts([], 5)) == []
+
+
+def test_a_piece_of_several_users_is_free_when_all_gave_it_back():
+    ring = Ring(1 << 16)
+    slot, _ = ring.take(100, users=2)
+    ring.give(slot)
+    assert list(ring._slots) == [slot]
+    ring.give(slot)
+    assert not ring._slots
 
 
 def test_no_thread_before_the_first_rows(tmp_path):

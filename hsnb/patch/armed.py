@@ -66,7 +66,9 @@ class ArmedFile:
         temporary = spool / f".armed-{armed.rank}.{os.getpid()}.tmp"
         self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._offset = os.write(self._fd, head)
+        self._longest = _ROOM  # lays the room out
         self.update()
+        self._longest = 0
         os.replace(temporary, self.path)
 
     def update(self) -> None:
@@ -76,7 +78,8 @@ class ArmedFile:
             if len(tail) <= _ROOM:
                 break
             del self.armed.failures[0]
-        os.pwrite(self._fd, tail.ljust(_ROOM), self._offset)
+        self._longest = max(self._longest, len(tail))
+        os.pwrite(self._fd, tail.ljust(self._longest), self._offset)  # behind it there are only spaces
 
     def count(self, what: str) -> None:
         """Count one request."""

@@ -63,7 +63,13 @@ class Capture:
         token_bytes = (len(a.boundaries or self.settings.boundaries) + 1) * a.hidden_size * getattr(torch, a.dtype).itemsize + 8
         on_gpu = a.server_args.get("device") == "cuda"
         ring = Ring(ring_bytes(tokens, token_bytes), pin=on_gpu)
-        return Writer(self.settings.spool, ring, put=self.put, publish=self.publish, failed=self.not_written)
+        return Writer(
+            self.settings.spool,
+            ring,
+            put=self.put,
+            publish=self.publish,
+            failed=lambda file, why: self.tell(file.request.request_id, file.seen, why),
+        )
 
     # -- which requests ------------------------------------------------------------------------------------------
 
@@ -218,6 +224,7 @@ class Capture:
             log.exception("hsnb: capture failed")
             self.fail(rows, f"the model gave no states: {error!r}")
             return
+        files = []
         for r in rows:
             known = self.lengths[r.request_id]
             if known.seen.given_up:  # a later chunk of a prompt whose failure is told
@@ -226,32 +233,33 @@ class Capture:
                 if r.request_id.startswith(PROBE_PREFIX):  # few and far between: here the forward may wait
                     self.digests.add(r.request_id, r.start, stacked[r.part].cpu(), known.tokens)
                 if self.writes:
-                    self.hand_over(r, stacked, ids)
+                    files.append((self.file_of(r, stacked), r))
             except Exception as error:
-                log.exception("hsnb: request %s failed", r.request_id)
                 self.fail([r], f"{type(error).__name__}: {error}")
+        try:
+            if files and (waited := self.writer.add(files, stacked, ids)):
+                self.count("ring_full_ms", max(1, round(waited * 1000)))
+        except Exception as error:
+            log.exception("hsnb: a batch was not handed to the writer")
+            self.fail([r for _, r in files], f"{type(error).__name__}: {error}")
+        for file, r in files:
+            if file.next_row >= self.lengths[r.request_id].tokens:
+                self.open.pop(r.request_id, None)
 
-    def hand_over(self, rows: Rows, stacked: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Queue one request's rows [n, K + 1, H]. SGLang chunks one prompt at a time, so few are ever open; `let_go` ends the others."""
-        file, tokens = self.open.get(rows.request_id), self.lengths[rows.request_id].tokens
-        if rows.start == 0 and file is not None:  # retracted in the middle of its chunks: it starts again
-            self.writer.give_up(self.open.pop(rows.request_id))
-            file = None
-        if file is None:
-            if rows.start != 0:
-                raise ValueError(f"rows 0..{rows.start - 1} did not run: they came from the radix cache; use --disable-radix-cache")
+    def file_of(self, rows: Rows, stacked: torch.Tensor) -> File:
+        """Return the dump that these rows go on, or a new one. SGLang chunks one prompt at a time, so few are ever open."""
+        file = self.open.get(rows.request_id)
+        if rows.start == 0:
+            if file is not None:  # retracted in the middle of its chunks: it starts again
+                self.writer.give_up(self.open.pop(rows.request_id))
             if dtype_name(stacked.dtype) != self.meta["dtype"]:
                 raise ValueError(f"states are {dtype_name(stacked.dtype)}, the model is {self.meta['dtype']}")
-            layout = LAYOUTS[self.settings.format]
-            request = layout(rows.request_id, tokens, rows.kind, stacked.shape[1], stacked.shape[2], stacked.dtype, self.meta)
-            file = self.open[rows.request_id] = File(request, self.lengths[rows.request_id].seen)
-        waited = 0.0
-        for piece in rows.pieces(self.writer.rows_at_once(stacked)):
-            waited += self.writer.add(file, piece, stacked[piece.part], token_ids[piece.part])
-        if waited:
-            self.count("ring_full_ms", max(1, round(waited * 1000)))
-        if file.next_row >= tokens:
-            del self.open[rows.request_id]
+            known, layout = self.lengths[rows.request_id], LAYOUTS[self.settings.format]
+            request = layout(rows.request_id, known.tokens, rows.kind, stacked.shape[1], stacked.shape[2], stacked.dtype, self.meta)
+            file = self.open[rows.request_id] = File(request, known.seen)
+        if file is None:
+            raise ValueError(f"rows 0..{rows.start - 1} did not run: they came from the radix cache; use --disable-radix-cache")
+        return file
 
     # -- in the threads that write -------------------------------------------------------------------------------
 
@@ -268,10 +276,6 @@ class Capture:
         except BaseException:
             self.count("captured", -1)
             raise
-
-    def not_written(self, file: File, why: str) -> None:
-        """Tell why a dump could not be written."""
-        self.tell(file.request.request_id, file.seen, why)
 
     # -- what the client is told ---------------------------------------------------------------------------------
 

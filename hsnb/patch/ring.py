@@ -22,11 +22,11 @@ _ALIGN = 512  # bytes: a piece can be viewed as any dtype
 
 @dataclass
 class Slot:
-    """Bytes start..end of the ring."""
+    """Bytes start..end of the ring, of use to `users` that will each give it back."""
 
     start: int
     end: int
-    back: bool = False
+    users: int = 1
 
 
 def ring_bytes(chunk_tokens: int, token_bytes: int) -> int:
@@ -54,8 +54,8 @@ class Ring:
         self._head = 0
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int) -> tuple[Slot, float]:
-        """Return the next `nbytes` and the seconds that were waited for them. Raises ValueError for more than one piece may have."""
+    def take(self, nbytes: int, users: int = 1) -> tuple[Slot, float]:
+        """Return the next `nbytes`, for `users` to give back, and the seconds that were waited for them. Raises ValueError for more than one piece may have."""
         nbytes = -(-nbytes // _ALIGN) * _ALIGN
         if nbytes > self.largest:
             raise ValueError(f"a piece of {nbytes:,} bytes, at most {self.largest:,} of a ring of {len(self.memory):,}: raise {VARIABLE}")
@@ -66,7 +66,7 @@ class Ring:
                 while (start := self._room(nbytes)) is None:
                     self._changed.wait()
                 waited = time.monotonic() - before
-            slot = Slot(start, start + nbytes)
+            slot = Slot(start, start + nbytes, users)
             self._slots.append(slot)
             self._head = slot.end
         return slot, waited
@@ -83,10 +83,12 @@ class Ring:
         return self._head if nbytes < tail - self._head else None
 
     def give(self, slot: Slot) -> None:
-        """Give a piece back."""
+        """Give a piece back; its space is free when every user has."""
         with self._changed:
-            slot.back = True
-            while self._slots and self._slots[0].back:
+            slot.users -= 1
+            if slot.users:
+                return
+            while self._slots and not self._slots[0].users:
                 self._slots.popleft()
             self._changed.notify_all()
 

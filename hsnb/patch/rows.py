@@ -23,11 +23,27 @@ class Rows:
         """The rows in the batch."""
         return slice(self.offset, self.offset + self.n)
 
-    def pieces(self, most: int) -> Iterator[Rows]:
-        """Yield the rows in pieces of at most `most`."""
-        for first in range(0, self.n, most):
-            n = min(most, self.n - first)
-            yield replace(self, offset=self.offset + first, start=self.start + first, n=n, goes_on=first > 0)
+    def within(self, first: int, end: int) -> Rows:
+        """Return those of the rows that lie between rows `first` and `end` of the batch."""
+        a, b = max(self.offset, first), min(self.offset + self.n, end)
+        return replace(self, offset=a, start=self.start + a - self.offset, n=b - a, goes_on=a > self.offset)
+
+
+def cuts(rows: list[Rows], most: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (first, end, indices of `rows` in it) of pieces of a batch: at most `most` rows each, none between two wanted ones left out.
+
+    One piece has the rows of many short prompts, so that a batch costs a few copies, however many prompts are in it.
+    """
+    i = 0
+    while i < len(rows):
+        j = i
+        while j + 1 < len(rows) and rows[j + 1].offset == rows[j].offset + rows[j].n:
+            j += 1
+        end = rows[j].offset + rows[j].n
+        for first in range(rows[i].offset, end, most):
+            last = min(first + most, end)
+            yield first, last, [k for k in range(i, j + 1) if rows[k].offset < last and rows[k].offset + rows[k].n > first]
+        i = j + 1
 
 
 @dataclass

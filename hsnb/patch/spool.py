@@ -20,6 +20,7 @@ import xxhash
 
 _CHUNKS_ROOM = 4096  # bytes of header for the list of chunks
 _ATTEMPTS = itertools.count()  # a prompt that starts again has another temporary file: the old one may still be on its way out
+_AT_ONCE = 64 << 20  # bytes
 _NUMBERED = threading.Lock()  # one req_N at a time
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -83,7 +84,9 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(
+        tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    )  # few calls of torch: each lets the GIL go and waits for it
 
 
 class SafetensorsRequest(Request):
@@ -119,21 +122,30 @@ class SafetensorsRequest(Request):
 
     def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
         super().put(start, states, token_ids, goes_on)
-        _write_all(self._fd, _bytes(token_ids.to(torch.int64)), self._ids_at + 8 * start)
-        _write_all(self._fd, _bytes(states), self._states_at + start * self._row)
+        ids, rows = _bytes(token_ids.to(torch.int64)), _bytes(states)
+        if start == 0 and self.whole and len(rows) <= _AT_ONCE:  # a short prompt: one call of the system for everything
+            parts = [self._head(), ids, rows]
+            if os.pwritev(self._fd, parts, 0) == sum(map(len, parts)):
+                self.sealed = True
+                return
+        _write_all(self._fd, ids, self._ids_at + 8 * start)
+        _write_all(self._fd, rows, self._states_at + start * self._row)
 
     def seal(self) -> None:
-        """Write the header: everything is there but the name."""
+        """Write the header, if it is not there: everything is, but the name."""
+        if not self.sealed:
+            _write_all(self._fd, memoryview(self._head()), 0)
+            self.sealed = True
+
+    def _head(self) -> bytes:
         header = self._header(self.chunks)
         if len(header) > self._header_size:  # a very long prompt in very many chunks: say only that it is whole
             header = self._header([[0, self.num_tokens]])
-        _write_all(self._fd, memoryview(self._header_size.to_bytes(8, "little") + header.ljust(self._header_size)), 0)
-        self.sealed = True
+        return self._header_size.to_bytes(8, "little") + header.ljust(self._header_size)
 
     def publish(self, spool: Path) -> None:
         """Give the file its name."""
-        if not self.sealed:
-            self.seal()
+        self.seal()
         os.replace(self._temporary, self._path)  # while it is open: when this fails, `discard` closes it, and closes it once
         os.close(self._fd)
 

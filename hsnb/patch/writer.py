@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from hsnb.patch.ring import Ring, Slot
-from hsnb.patch.rows import Rows
+from hsnb.patch.rows import Rows, cuts
 from hsnb.patch.spool import Request
 
 log = logging.getLogger("sglang.hsnb")
 THREADS = "SGLANG_HS_DUMP_THREADS"
-_MOST_THREADS = 8  # measured: more do not write faster into /dev/shm
+_MOST_THREADS = 4  # 8 GB/s into /dev/shm on an H200's host; each more takes the GIL from the scheduler more often
 
 
 def writing_threads() -> int:
-    """Return SGLANG_HS_DUMP_THREADS, or one for each core and at most eight. Raises ValueError."""
+    """Return SGLANG_HS_DUMP_THREADS, or one for each core and at most four. Raises ValueError."""
     asked = os.environ.get(THREADS, "")
     if not asked:
         return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -39,14 +39,27 @@ def writing_threads() -> int:
 
 
 @dataclass(eq=False)
+class Copy:
+    """A piece of a batch in the ring, there once `event` has happened; None: it is (CPU)."""
+
+    slot: Slot
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Wait until it is there."""
+        if (event := self.event) is not None:  # another thread may have waited meanwhile
+            event.synchronize()
+            self.event = None
+
+
+@dataclass(eq=False)
 class Piece:
-    """Rows of one request on their way: [n, K + 1, H] and int64 [n], views of the ring, there once `copied` has happened."""
+    """Rows of one request on their way: [n, K + 1, H] and int64 [n], views of the ring."""
 
     rows: Rows
     states: torch.Tensor
     token_ids: torch.Tensor
-    slot: Slot
-    copied: torch.cuda.Event | None  # None: the copy was done at once (CPU)
+    copy: Copy
 
 
 @dataclass(eq=False)
@@ -102,26 +115,38 @@ class Writer:
             self.ring.take(states[0].numel() * states.element_size() + 8)  # says how large a ring is needed
         return most
 
-    def add(self, file: File, rows: Rows, states: torch.Tensor, token_ids: torch.Tensor) -> float:
-        """Queue the copy and the writing of [n, K + 1, H] and int64 [n]; return the seconds waited because the ring was full."""
-        nbytes = states.numel() * states.element_size()
-        ids_at = -(-nbytes // 8) * 8
-        slot, waited = self.ring.take(ids_at + 8 * len(token_ids))
-        here = self.ring.view(slot, 0, tuple(states.shape), states.dtype)
-        ids = self.ring.view(slot, ids_at, (len(token_ids),), torch.int64)
-        copied = None
-        if states.is_cuda:
-            with torch.cuda.stream(self._stream):
-                here.copy_(states, non_blocking=True)
-                ids.copy_(token_ids, non_blocking=True)
-                copied = torch.cuda.Event(blocking=True)  # the thread sleeps: a spinning one would take a core
-                copied.record()
-        else:
+    def add(self, files: list[tuple[File, Rows]], states: torch.Tensor, token_ids: torch.Tensor) -> float:
+        """Queue the copies and the writing of a batch [tokens, K + 1, H] and int64 [tokens], of which `files` want their rows.
+
+        Return the seconds waited because the ring was full.
+        """
+        waited, rows = 0.0, [r for _, r in files]
+        for first, end, wanted in cuts(rows, self.rows_at_once(states)):
+            nbytes = (end - first) * states[0].numel() * states.element_size()
+            ids_at = -(-nbytes // 8) * 8
+            slot, seconds = self.ring.take(ids_at + 8 * (end - first), users=len(wanted))
+            waited += seconds
+            here = self.ring.view(slot, 0, (end - first, *states.shape[1:]), states.dtype)
+            ids = self.ring.view(slot, ids_at, (end - first,), torch.int64)
+            copy = Copy(slot, self._copy(here, states[first:end], ids, token_ids[first:end]))
+            for k in wanted:
+                mine = rows[k].within(first, end)
+                part = slice(mine.offset - first, mine.offset - first + mine.n)
+                files[k][0].next_row = mine.start + mine.n
+                self._queue(files[k][0], Piece(mine, here[part], ids[part], copy))
+        return waited
+
+    def _copy(self, here: torch.Tensor, states: torch.Tensor, ids: torch.Tensor, token_ids: torch.Tensor) -> torch.cuda.Event | None:
+        if not states.is_cuda:
             here.copy_(states)
             ids.copy_(token_ids)
-        file.next_row = rows.start + rows.n
-        self._queue(file, Piece(rows, here, ids, slot, copied))
-        return waited
+            return None
+        with torch.cuda.stream(self._stream):
+            here.copy_(states, non_blocking=True)
+            ids.copy_(token_ids, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # the thread sleeps: a spinning one would take a core
+            event.record()
+        return event
 
     def give_up(self, file: File) -> None:
         """Write nothing more of a file, and remove it as soon as the thread that is at it has finished its piece."""
@@ -158,7 +183,7 @@ class Writer:
                 log.exception("hsnb: request %s: its end could not be told", file.request.request_id)
             finally:
                 if piece is not None:
-                    self.ring.give(piece.slot)
+                    self.ring.give(piece.copy.slot)
                 with self._changed:
                     self._unfinished -= 1
                     file.queued = bool(file.todo)
@@ -173,8 +198,8 @@ class Writer:
         """Write one piece, and publish when it was the last; or remove what was begun."""
         request = file.request
         try:
-            if piece is not None and piece.copied is not None:
-                piece.copied.synchronize()  # also for one that is not wanted any more: its bytes are still being filled
+            if piece is not None:
+                piece.copy.wait()  # also for one that is not wanted any more: its bytes are still being filled
             if file.over:
                 return
             if piece is None or file.given_up:
