@@ -7,6 +7,7 @@ package, which saves whole tensors only; the reader is that package.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -84,9 +85,11 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(
-        tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-    )  # few calls of torch: each lets the GIL go and waits for it
+    """Return the bytes of a tensor in host memory, without a call of torch's that lets the GIL go: a thread gets it back late."""
+    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+    held = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    held.owner = tensor  # the memory lives as long as the view
+    return memoryview(held).cast("B")
 
 
 class SafetensorsRequest(Request):
@@ -122,7 +125,7 @@ class SafetensorsRequest(Request):
 
     def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
         super().put(start, states, token_ids, goes_on)
-        ids, rows = _bytes(token_ids.to(torch.int64)), _bytes(states)
+        ids, rows = _bytes(token_ids if token_ids.dtype == torch.int64 else token_ids.to(torch.int64)), _bytes(states)
         if start == 0 and self.whole and len(rows) <= _AT_ONCE:  # a short prompt: one call of the system for everything
             parts = [self._head(), ids, rows]
             if os.pwritev(self._fd, parts, 0) == sum(map(len, parts)):

@@ -129,11 +129,11 @@ class Writer:
             here = self.ring.view(slot, 0, (end - first, *states.shape[1:]), states.dtype)
             ids = self.ring.view(slot, ids_at, (end - first,), torch.int64)
             copy = Copy(slot, self._copy(here, states[first:end], ids, token_ids[first:end]))
-            for k in wanted:
-                mine = rows[k].within(first, end)
-                part = slice(mine.offset - first, mine.offset - first + mine.n)
-                files[k][0].next_row = mine.start + mine.n
-                self._queue(files[k][0], Piece(mine, here[part], ids[part], copy))
+            mine = [rows[k].within(first, end) for k in wanted]
+            lengths = [r.n for r in mine]
+            for k, r, part, own in zip(wanted, mine, here.split(lengths), ids.split(lengths), strict=True):
+                files[k][0].next_row = r.start + r.n
+                self._queue(files[k][0], Piece(r, part, own, copy))
         return waited
 
     def _copy(self, here: torch.Tensor, states: torch.Tensor, ids: torch.Tensor, token_ids: torch.Tensor) -> torch.cuda.Event | None:
