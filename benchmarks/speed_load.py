@@ -17,7 +17,7 @@ from hsnb.dumps import list_dumps
 from hsnb.params import Deployment
 from hsnb.patch.armed import read_armed
 
-VOCAB = 500  # token ids that every model here has: one beyond a model's own ends its server
+VOCAB = 500  # token ids that every model here has; one beyond a model ends its server
 
 
 @dataclass(frozen=True)
