@@ -10,7 +10,7 @@ PINS := $(filter-out requirements/trainers-% requirements/vllm-%,$(wildcard requ
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report figures gpu clean
+.PHONY: help setup setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report figures gpu bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
