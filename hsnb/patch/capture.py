@@ -206,10 +206,7 @@ class Capture:
         return states, hidden
 
     def store(self, rows: list[Rows], states: dict, token_ids: torch.Tensor) -> None:
-        """Hand each request's rows to the writer; a failure is the client's to hear, never the model's.
-
-        Both tensors are copies made on the model's own stream, so what the model does next with its buffers changes nothing.
-        """
+        """Hand each request's rows to the writer, copied on the model's own stream; a failure is the client's to hear, never the model's."""
         try:
             wanted = (*self.settings.boundaries, "final")
             if missing := [k for k in wanted if k not in states]:
@@ -240,7 +237,6 @@ class Capture:
             if files and (waited := self.writer.add(files, stacked, ids)):
                 self.count("ring_full_ms", max(1, round(waited * 1000)))
         except Exception as error:
-            log.exception("hsnb: a batch was not handed to the writer")
             self.fail([r for _, r in files], f"{type(error).__name__}: {error}")
         for file, r in files:
             if file.next_row >= self.lengths[r.request_id].tokens:
@@ -268,7 +264,7 @@ class Capture:
         request.put(rows.start, states, token_ids, rows.goes_on)
 
     def publish(self, request: Request) -> None:
-        """Give a whole dump its name. It is counted just before, so that whoever sees the file sees the count."""
+        """Give a whole dump its name. It is counted just before: whoever sees the file sees the count."""
         request.seal()
         self.count("captured")
         try:
