@@ -13,9 +13,63 @@ def axes(ax, size=(7, 3)):
 
     if ax is None:
         _, ax = plt.subplots(figsize=size, layout="constrained", facecolor="white")
+        _speak()
     ax.set_facecolor("white")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def alt_text(figure) -> str:
+    """Return what a figure shows in words, for those who do not see it: title, axes and legend of each panel."""
+    said = []
+    for ax in figure.axes:
+        if ax.get_label() == "<colorbar>":
+            said.append(f"Colours: {ax.get_ylabel() or ax.get_xlabel()}.")
+            continue
+        labels = [text for text in ax.get_legend_handles_labels()[1] if not text.startswith("_")]
+        axes_said = "; ".join(f"{name}: {text}" for name, text in (("x", ax.get_xlabel()), ("y", ax.get_ylabel())) if text)
+        said += [f"{text}." for text in (ax.get_title(), axes_said) if text]
+        said += [f"Shown: {'; '.join(labels)}."] if labels else []
+    return " ".join(" ".join(said).split()) or "A figure"
+
+
+def png(figure, dpi: int = 144) -> bytes:
+    """Return `figure` as PNG and close it; 144 dots an inch are sharp on any screen."""
+    import io
+
+    import matplotlib.pyplot as plt
+
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=dpi, facecolor="white")
+    plt.close(figure)
+    return out.getvalue()
+
+
+def image(figure, dpi: int = 144) -> str:
+    """Return `figure` as an <img> with its text that needs no file beside it, and close it."""
+    import base64
+    from html import escape
+
+    alt, width = alt_text(figure), round(figure.get_figwidth() * 96)
+    return f'<img alt="{escape(alt)}" width="{width}" style="max-width:100%;height:auto;background:#fff" src="data:image/png;base64,{base64.b64encode(png(figure, dpi)).decode()}">'
+
+
+def _speak() -> None:
+    """In a kernel, let figures be displayed sharp and with their text: JupyterLab and the report show what is in the output's metadata."""
+    import sys
+
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        return
+    from IPython.core.pylabtools import print_figure
+    from matplotlib.figure import Figure
+
+    def show(figure):
+        dpi = figure.dpi
+        data = print_figure(figure, fmt="png", base64=True, dpi=2 * dpi)
+        return data, {"alt": alt_text(figure), "width": round(figure.get_figwidth() * dpi)}
+
+    shell.display_formatter.formatters["image/png"].for_type(Figure, show)
 
 
 def logprob_errors(errors: dict[str, tuple[float, ...]], bar: float, ax=None):

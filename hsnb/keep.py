@@ -6,11 +6,13 @@ A shard that is whole may be run again to be sure, or by a slip, or with a serve
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from hsnb.shard import again, was_whole
 
 MARK = ".again"
+log = logging.getLogger(__name__)
 
 
 def output_for(target: Path) -> Path:
@@ -35,11 +37,27 @@ def promote(output: Path, since: float) -> Path:
     return target
 
 
+def finish(output: Path, since: float) -> Path:
+    """Do what comes after a run once nothing writes to `output` any more: `promote` it, and bring its run's index up to date.
+
+    Return where the executed notebook lies. An index that cannot be written is told and takes no run down with it.
+    """
+    from hsnb.report.index import is_run, update_index
+
+    target = promote(output, since)
+    if is_run(target.parent):
+        try:
+            update_index(target.parent)
+        except Exception as error:
+            log.error(f"Index not written: {type(error).__name__}: {error}")
+    return target
+
+
 def passed(notebook: Path) -> bool:
     """Say whether an executed notebook ran to its end."""
     import nbformat
 
-    from hsnb.report import Outcome
+    from hsnb.report.outcome import Outcome
 
     try:
         return Outcome.of(nbformat.read(notebook, as_version=4)).status == "passed"

@@ -20,7 +20,7 @@ from typing import Any
 
 from hsnb import notebook
 from hsnb.errors import HsnbError
-from hsnb.keep import output_for, promote
+from hsnb.keep import finish, output_for
 from hsnb.progress import mirror
 
 # How many words each option of papermill 2.7.0 takes (0 for those not listed); a test compares this with click's own table.
@@ -64,7 +64,7 @@ class HsnbEngine:
             if html is not None:
                 html.unlink(missing_ok=True)  # a run that is killed must not keep the report of an earlier one
                 if is_papermill(sys.argv, sys.orig_argv):  # it writes once more after this; hsnb run does it itself
-                    atexit.register(promote, html.with_suffix(".ipynb"), time.time())
+                    atexit.register(finish, html.with_suffix(".ipynb"), time.time())
             try:
                 with mirror():
                     return NBClientEngine.execute_notebook(nb, kernel_name, output_path=output_path, **kwargs)
@@ -246,12 +246,21 @@ def is_papermill(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
 
 
 def _plain_errors() -> None:
-    """Show an HsnbError of the papermill program as its one line, without a traceback (the exit status stays 1)."""
+    """Show an HsnbError of the papermill program, or of a cell that it ran, as its one line (the exit status stays 1)."""
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+    def line_of(value: BaseException) -> str:
+        """Return the error's own line, "" for one that is not hsnb's: then the traceback is wanted."""
         if isinstance(value, HsnbError):
-            sys.stderr.write(f"{value}\n")
+            return str(value)
+        from hsnb.report.outcome import error_line, parts_of
+
+        line = error_line(getattr(value, "ename", ""), getattr(value, "evalue", ""))  # papermill's PapermillExecutionError has both
+        return line if parts_of(line) else ""
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if line := line_of(value):
+            sys.stderr.write(f"{line}\n")
         else:
             previous(kind, value, trace)
 

@@ -41,7 +41,7 @@ def run_notebook(name_or_path: str | Path, parameters: Mapping[str, Any], *, cwd
     """
     from papermill import PapermillExecutionError, execute_notebook
 
-    from hsnb.keep import promote
+    from hsnb.keep import finish
     from hsnb.papermill_engine import output_path, project_of
     from hsnb.report import error_line
 
@@ -67,7 +67,7 @@ def run_notebook(name_or_path: str | Path, parameters: Mapping[str, Any], *, cwd
         error = error_line(failure.ename, failure.evalue)
     except Exception as failure:  # a dead kernel or a timeout: they leave an executed notebook too
         error = error_line(type(failure).__name__, str(failure))
-    target = promote(target, since)
+    target = finish(target, since)
     html = target.with_suffix(".html")
     return RunResult(target, html if html.is_file() else None, not error, error, time.monotonic() - start)
 

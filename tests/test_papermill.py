@@ -37,8 +37,11 @@ def papermill(*args: str, program=(PAPERMILL,), **kwargs) -> subprocess.Complete
     return subprocess.run([*program, *args], capture_output=True, text=True, timeout=120, **kwargs)
 
 
+INDEX = {"index.html", "summary.json", ".index.lock"}  # of the run, which every run brings up to date
+
+
 def outputs(root: Path) -> list[str]:
-    return sorted(str(p.relative_to(root / "outputs")) for p in (root / "outputs").rglob("*") if p.is_file())
+    return sorted(str(p.relative_to(root / "outputs")) for p in (root / "outputs").rglob("*") if p.is_file() and p.name not in INDEX)
 
 
 def said(file: Path) -> str:
@@ -220,6 +223,7 @@ def test_the_line_works_the_same_on_a_terminal_and_in_a_pipe(project, how):
     assert said(project / "outputs" / EXPECTED[1]) == "shard 4 of demo\n"
     assert Path("03_extract.ipynb").read_bytes() == source
     assert "<title>Extract</title>" in (project / "outputs" / EXPECTED[0]).read_text()
+    assert 'href="03_extract-shard-0004.html"' in (project / "outputs" / "demo" / "index.html").read_text()
 
 
 @pytest.mark.notebook
@@ -230,6 +234,7 @@ def test_an_output_that_was_named_is_used_and_reported_also_with_cwd(project, tm
     assert Path("mine.html").is_file()
     assert not Path(tmp_path / "mine.html").exists()
     assert outputs(project) == []
+    assert not Path("index.html").exists()  # that folder is no run's
 
 
 @pytest.mark.notebook
@@ -241,7 +246,10 @@ def test_a_failed_notebook_leaves_a_report_with_the_error_on_top(project):
     html, ipynb = (project / "outputs" / name for name in EXPECTED)
     line = "DumpError: 2047 rows, expected 2048. Likely: a lost chunk. Next: hsnb verify"
     assert Outcome.of(nbformat.read(ipynb, as_version=4)).error == line
-    assert f"<pre>{line}</pre>" in html.read_text()
+    assert "<dt>Likely</dt><dd>a lost chunk</dd>" in html.read_text()
+    assert done.stderr.splitlines()[-1] == line
+    assert "Traceback" not in done.stderr
+    assert "<dt>Likely</dt><dd>a lost chunk</dd>" in html.with_name("index.html").read_text()
 
 
 @pytest.mark.notebook

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import nbformat
 import pytest
 
-from hsnb import progress, report
-from hsnb.errors import DumpError, ParamsError
+from hsnb import figures, progress, report
+from hsnb.errors import DumpError, ExtractError, ParamsError
 from hsnb.progress import Progress
+from hsnb.report.index import update_index
+from hsnb.report.outcome import ERROR_MARKER_TAG, duration
+from hsnb.report.page import WIDGET_VIEW
 from tests.test_notebook_params import EXTRACT_CELL, make_project, notebook_of
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -54,7 +60,7 @@ def test_a_report_loads_and_runs_nothing(tmp_path):
         new.new_output("display_data", data={"text/html": page}),
         new.new_output("display_data", data={"image/png": PIXEL}),
         new.new_output("display_data", data={"application/javascript": "fetch('https://cdn.example')"}),
-        new.new_output("display_data", data={report.WIDGET_VIEW: {"model_id": "1"}, "text/plain": "IntSlider(value=0)"}),
+        new.new_output("display_data", data={WIDGET_VIEW: {"model_id": "1"}, "text/plain": "IntSlider(value=0)"}),
         new.new_output("stream", name="stdout", text="plain words"),
     )
     nb.cells[0].source += "\n\n$x^2$ ![far](https://cdn.example/md.png) ![near](fig.png)"
@@ -75,19 +81,20 @@ def test_a_report_loads_and_runs_nothing(tmp_path):
     assert "<title>Extract states</title>" in text
     assert "plain words" in text
     assert "prefers-color-scheme: dark" in text
-    assert 'class="hsnb-banner"' not in text
+    assert 'role="alert"' not in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["03_extract.html", "03_extract.ipynb", "fig.png"]
 
 
 def test_a_failed_notebook_says_so_on_top_in_the_errors_own_line(tmp_path):
     error = DumpError(got="hidden is <bf16>[2047,7168]", expected="bf16[2048,7168]", likely="a chunk is missing", next="hsnb verify")
     nb = executed(failure(error))
-    marker = new.new_markdown_cell("An Exception was encountered", metadata={"tags": [report.ERROR_MARKER_TAG]})
+    marker = new.new_markdown_cell("An Exception was encountered", metadata={"tags": [ERROR_MARKER_TAG]})
     nb.cells.insert(0, marker)  # papermill's
     text = report.write_html(nb, tmp_path / "x.html").read_text()
-    line = "DumpError: hidden is &lt;bf16&gt;[2047,7168], expected bf16[2048,7168]. Likely: a chunk is missing. Next: hsnb verify"
-    assert f"<pre>{line}</pre>" in text
-    assert "DumpError: DumpError" not in text.split("</pre>")[0]
+    parts = {"What came": "hidden is &lt;bf16&gt;[2047,7168]", "Expected": "bf16[2048,7168]", "Likely": "a chunk is missing", "Next": "hsnb verify"}
+    assert all(f"<dt>{label}</dt><dd>{said}</dd>" in text for label, said in parts.items())
+    assert '<details class="hsnb-code" open="">' in text  # the failed cell's code is not folded away, the others' is
+    assert text.count('<details class="hsnb-code">') == 1
     assert text.index('role="alert"') < text.index("<h1")
     assert "An Exception was encountered" not in text
     assert f'href="#cell-id={nb.cells[-1].id}"' in text
@@ -101,7 +108,7 @@ def test_outcomes():
     assert report.Outcome.of(executed(new.new_output("error", ename="SystemExit", evalue="0", traceback=[]))).status == "passed"
     killed = executed(end_time=None, duration=None)
     assert report.Outcome.of(killed).status == "unfinished"
-    assert "is still running, or was killed" in report.to_html(killed, report.Path("."))
+    assert "is still running, or was killed" in report.to_html(killed, Path("."))
     dead = executed()
     dead.metadata["hsnb"] = {"error": "DeadKernelError: Kernel died"}
     assert report.Outcome.of(dead).error == "DeadKernelError: Kernel died"
@@ -131,6 +138,104 @@ def test_the_index_of_a_run_has_the_failed_ones_first(tmp_path, monkeypatch):
     assert set(re.findall(r'href="([^"]*)"', text)) == pages
 
 
+NESTED = DumpError(got="2047 rows", expected="2048", likely="a chunk", next="hsnb verify")
+OWED = ExtractError(got=f"shard 5: 3 of 8 samples owed, first row 5: {NESTED}", expected="every sample published", likely="a <full> disk", next="hsnb redo")
+
+
+def test_the_four_parts_are_told_apart_also_around_a_quoted_error():
+    assert report.parts_of(str(OWED)) == {"name": "ExtractError", **OWED.as_dict()}
+    assert report.parts_of(str(NESTED)) == {"name": "DumpError", **NESTED.as_dict()}
+    assert report.parts_of("ZeroDivisionError: division by zero") is None
+
+
+def shard_run(folder: Path, shard: int, *outputs, **pm) -> None:
+    nb = executed(*outputs, parameters={"shard": shard, "num_shards": 16}, **pm)
+    nbformat.write(nb, folder / f"03_extract-shard-{shard:04d}.ipynb")
+    failed = {shard: str(NESTED)} if outputs else {}
+    tree = {"shard": shard, "num_shards": 16, "samples": 128, "tokens": 30000, "bytes": 10**8, "tokens_per_s": 900.0, "failed": failed}
+    (folder / f"shard-{shard:04d}.json").write_text(json.dumps({**tree, "ok": not failed}))
+
+
+def test_sixteen_shards_two_of_them_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSNB_ROOT", str(make_project(tmp_path)))
+    folder = tmp_path / "outputs" / "demo"
+    folder.mkdir()
+    for shard in range(14):
+        shard_run(folder, shard, *([failure(OWED)] if shard in (5, 11) else []))
+    result = report.report_run("demo")
+    assert [row["notebook"] for row in result.rows[:3]] == [f"03_extract-shard-{k:04d}.ipynb" for k in (5, 11, 0)]
+    text = result.index.read_text()
+    first, second = re.findall(r'<div class="hsnb-error".*?</div>', text, re.S)
+    assert 'href="03_extract-shard-0005.html"' in first
+    assert 'href="03_extract-shard-0011.html"' in second
+    for label, said in {"What came": "shard 5: 3 of 8", "Expected": "every sample published", "Likely": "a &lt;full&gt; disk", "Next": "hsnb redo"}.items():
+        assert f"<dt>{label}</dt><dd>{said}" in first
+    assert text.index(second) < text.index('class="grid"') < text.index("<table")
+    cells = re.findall(r'<li class="(\w+)">.*?<b>(\d+)</b>.*?<br>(\S) ([a-z ]+)', text)
+    assert [int(c[1]) for c in cells] == list(range(16))
+    assert {c[1]: c[3] for c in cells if c[0] != "passed"} == {"5": "failed", "11": "failed", "14": "not run", "15": "not run"}
+    assert cells[5][2] == "✗"  # a mark and a word, not a colour alone
+    assert loads(text) == []
+    tree = json.loads(result.summary.read_text())
+    assert (tree["ok"], tree["counts"]) == (False, {"failed": 2, "passed": 12})
+    assert tree["notebooks"][0]["parts"]["next"] == "hsnb redo"
+    assert tree["extracted"] == {"samples": 14 * 128, "tokens": 14 * 30000, "bytes": 14 * 10**8}
+    assert [s["status"] for s in tree["shards"]].count("passed") == 12
+    assert tree["notebooks"][0]["verdict"] == "1 of 128 samples owed"
+    assert tree["notebooks"][2]["verdict"] == "whole: 128 samples"
+
+
+def test_a_notebook_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
+    folder = make_project(tmp_path) / "outputs" / "demo"
+    folder.mkdir()
+    for shard in range(3):
+        shard_run(folder, shard)
+    update_index(folder)
+    read = []
+    monkeypatch.setattr(nbformat, "from_dict", lambda tree, real=nbformat.from_dict: read.append(1) or real(tree))
+    shard_run(folder, 2, failure(OWED))
+    rows = update_index(folder).rows
+    assert len(read) == 1
+    assert [row["status"] for row in rows] == ["failed", "passed", "passed"]
+
+
+def test_a_result_of_an_earlier_run_is_not_this_ones_verdict(tmp_path):
+    folder = make_project(tmp_path) / "outputs" / "demo"
+    folder.mkdir()
+    (folder / "probe.json").write_text(json.dumps({"verdict": "PASS"}))
+    now = datetime.now(UTC)
+    for seconds, verdict in ((-60, "PASS"), (60, "")):
+        nbformat.write(executed(start_time=(now + timedelta(seconds=seconds)).isoformat()), folder / "01_probe.ipynb")
+        assert update_index(folder).rows[0]["verdict"] == verdict
+
+
+def test_half_a_notebook_is_unfinished_and_shards_without_notebooks_are_told(tmp_path):
+    folder = make_project(tmp_path) / "outputs" / "demo"
+    folder.mkdir()
+    (folder / "01_probe.ipynb").write_text('{"cells": [')
+    (folder / "shard-0001.json").write_text(json.dumps({"shard": 1, "num_shards": 2, "ok": False, "samples": 9, "failed": {"3": str(NESTED)}}))
+    result = update_index(folder)
+    assert result.rows[0]["status"] == "unfinished"
+    assert [s["status"] for s in result.shards] == ["not run", "failed"]
+    assert "shard 1: 1 samples owed" in result.index.read_text()
+
+
+def test_every_figure_has_a_text_and_nbconvert_has_nothing_to_warn_of(tmp_path, caplog):
+    said = new.new_output("display_data", data={"image/png": PIXEL}, metadata={"image/png": {"alt": "Norms <by> boundary", "width": 7}})
+    nb = executed(said, new.new_output("display_data", data={"image/png": PIXEL}))
+    with caplog.at_level("WARNING"):
+        text = report.to_html(nb, tmp_path)
+    assert "Alternative text" not in caplog.text
+    assert re.findall(r'<img alt="([^"]*)"', text) == ["Norms &lt;by&gt; boundary", "Figure 2, under the heading “Extract `states`”".replace("`", "")]
+    assert 'width="7"' in text
+
+
+def test_a_figure_says_what_it_shows():
+    ax = figures.lengths([3, 4, 500], max_length=512)
+    figures.lengths([1, 2], ax=None)
+    assert figures.alt_text(ax.figure) == "Sample lengths. x: tokens a sample; y: samples. Shown: all (n = 3, 507 tokens); max_length 512."
+
+
 def test_a_run_that_is_not_there_is_refused_and_not_made(tmp_path, monkeypatch):
     monkeypatch.setenv("HSNB_ROOT", str(make_project(tmp_path)))
     with pytest.raises(ParamsError, match=r"no run 'dmeo' .* expected one of: none yet"):
@@ -141,7 +246,7 @@ def test_a_run_that_is_not_there_is_refused_and_not_made(tmp_path, monkeypatch):
 
 
 def test_durations():
-    assert [report.duration(s) for s in (None, 3.14, 75.2, 3675)] == ["", "3.1 s", "1 min 15 s", "1 h 01 min"]
+    assert [duration(s) for s in (None, 3.14, 75.2, 3675)] == ["", "3.1 s", "1 min 15 s", "1 h 01 min"]
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
@@ -188,6 +293,8 @@ def test_a_loop_of_500_leaves_one_output_with_the_last_state():
 
     code = """import time
 from hsnb.progress import Progress
+from hsnb.report.outcome import ERROR_MARKER_TAG, duration
+from hsnb.report.page import WIDGET_VIEW
 with Progress(500, unit="tokens", desc="shard 4") as p:
     for i in range(500):
         p.advance(1, note=f"sample {i}")
