@@ -51,7 +51,8 @@ def image(figure, dpi: int = 144) -> str:
     from html import escape
 
     alt, width = alt_text(figure), round(figure.get_figwidth() * 96)
-    return f'<img alt="{escape(alt)}" width="{width}" style="max-width:100%;height:auto;background:#fff" src="data:image/png;base64,{base64.b64encode(png(figure, dpi)).decode()}">'
+    data = base64.b64encode(png(figure, dpi)).decode()
+    return f'<img alt="{escape(alt)}" width="{width}" style="max-width:100%;height:auto;background:#fff" src="data:image/png;base64,{data}">'
 
 
 def _speak() -> None:

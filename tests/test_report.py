@@ -91,7 +91,12 @@ def test_a_failed_notebook_says_so_on_top_in_the_errors_own_line(tmp_path):
     marker = new.new_markdown_cell("An Exception was encountered", metadata={"tags": [ERROR_MARKER_TAG]})
     nb.cells.insert(0, marker)  # papermill's
     text = report.write_html(nb, tmp_path / "x.html").read_text()
-    parts = {"What came": "hidden is &lt;bf16&gt;[2047,7168]", "Expected": "bf16[2048,7168]", "Likely": "a chunk is missing", "Next": "hsnb verify"}
+    parts = {
+        "What came": "hidden is &lt;bf16&gt;[2047,7168]",
+        "Expected": "bf16[2048,7168]",
+        "Likely": "a chunk is missing",
+        "Next": "hsnb verify",
+    }
     assert all(f"<dt>{label}</dt><dd>{said}</dd>" in text for label, said in parts.items())
     assert '<details class="hsnb-code" open="">' in text  # the failed cell's code is not folded away, the others' is
     assert text.count('<details class="hsnb-code">') == 1
@@ -139,7 +144,9 @@ def test_the_index_of_a_run_has_the_failed_ones_first(tmp_path, monkeypatch):
 
 
 NESTED = DumpError(got="2047 rows", expected="2048", likely="a chunk", next="hsnb verify")
-OWED = ExtractError(got=f"shard 5: 3 of 8 samples owed, first row 5: {NESTED}", expected="every sample published", likely="a <full> disk", next="hsnb redo")
+OWED = ExtractError(
+    got=f"shard 5: 3 of 8 samples owed, first row 5: {NESTED}", expected="every sample published", likely="a <full> disk", next="hsnb redo"
+)
 
 
 def test_the_four_parts_are_told_apart_also_around_a_quoted_error():
@@ -168,7 +175,12 @@ def test_sixteen_shards_two_of_them_failed(tmp_path, monkeypatch):
     first, second = re.findall(r'<div class="hsnb-error".*?</div>', text, re.S)
     assert 'href="03_extract-shard-0005.html"' in first
     assert 'href="03_extract-shard-0011.html"' in second
-    for label, said in {"What came": "shard 5: 3 of 8", "Expected": "every sample published", "Likely": "a &lt;full&gt; disk", "Next": "hsnb redo"}.items():
+    for label, said in {
+        "What came": "shard 5: 3 of 8",
+        "Expected": "every sample published",
+        "Likely": "a &lt;full&gt; disk",
+        "Next": "hsnb redo",
+    }.items():
         assert f"<dt>{label}</dt><dd>{said}" in first
     assert text.index(second) < text.index('class="grid"') < text.index("<table")
     cells = re.findall(r'<li class="(\w+)">.*?<b>(\d+)</b>.*?<br>(\S) ([a-z ]+)', text)
@@ -213,7 +225,9 @@ def test_half_a_notebook_is_unfinished_and_shards_without_notebooks_are_told(tmp
     folder = make_project(tmp_path) / "outputs" / "demo"
     folder.mkdir()
     (folder / "01_probe.ipynb").write_text('{"cells": [')
-    (folder / "shard-0001.json").write_text(json.dumps({"shard": 1, "num_shards": 2, "ok": False, "samples": 9, "failed": {"3": str(NESTED)}}))
+    (folder / "shard-0001.json").write_text(
+        json.dumps({"shard": 1, "num_shards": 2, "ok": False, "samples": 9, "failed": {"3": str(NESTED)}})
+    )
     result = update_index(folder)
     assert result.rows[0]["status"] == "unfinished"
     assert [s["status"] for s in result.shards] == ["not run", "failed"]
@@ -226,7 +240,10 @@ def test_every_figure_has_a_text_and_nbconvert_has_nothing_to_warn_of(tmp_path, 
     with caplog.at_level("WARNING"):
         text = report.to_html(nb, tmp_path)
     assert "Alternative text" not in caplog.text
-    assert re.findall(r'<img alt="([^"]*)"', text) == ["Norms &lt;by&gt; boundary", "Figure 2, under the heading “Extract `states`”".replace("`", "")]
+    assert re.findall(r'<img alt="([^"]*)"', text) == [
+        "Norms &lt;by&gt; boundary",
+        "Figure 2, under the heading “Extract `states`”".replace("`", ""),
+    ]
     assert 'width="7"' in text
 
 

@@ -35,7 +35,9 @@ def shards_of(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     The status is the notebook's; of a shard that was done otherwise (hsnb redo, a worker) it is what its JSON says.
     """
     by_shard = {int(m[1]): row for row in rows if (m := SHARD.fullmatch(row["notebook"].removesuffix(".ipynb"))) and not m[2]}
-    facts = {int(m[1]): tree for p in folder.glob("shard-*.json") if (m := re.fullmatch(r"shard-(\d+)\.json", p.name)) and (tree := read_json(p))}
+    facts = {
+        int(m[1]): tree for p in folder.glob("shard-*.json") if (m := re.fullmatch(r"shard-(\d+)\.json", p.name)) and (tree := read_json(p))
+    }
     if not by_shard and not facts:
         return []
     asked = [(row["parameters"] or {}).get("num_shards") for row in by_shard.values()]

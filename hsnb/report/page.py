@@ -164,5 +164,3 @@ def _embed(tag: Any, name: str, value: str, folder: Path) -> None:
     elif tag.name == "img" and name == "src" and not value.startswith("data:") and (file := folder / value).is_file():
         kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
         tag[name] = f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
-
-

@@ -71,10 +71,7 @@ def table(rows: list[dict[str, Any]], numbers: tuple[str, ...] = (), kind: str =
         return ""
     heads = list(rows[0])
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
-    cells = (
-        "".join(f'<td data-label="{escape(h)}"{" class=n" * (h in numbers)}>{_cell(row[h])}</td>' for h in heads)
-        for row in rows
-    )
+    cells = ("".join(f'<td data-label="{escape(h)}"{" class=n" * (h in numbers)}>{_cell(row[h])}</td>' for h in heads) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in cells)
     return f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
