@@ -53,27 +53,33 @@ def of_rows(sums: Sums, columns: Sequence[str]) -> list[Finding]:
 def of_norms(sums: Sums, columns: Sequence[str], medians: Sequence[float], last_is_normed: bool) -> list[Finding]:
     """Return columns whose median norm is far from both neighbours', and samples far from the data set's."""
     comparable = list(range(len(columns) - last_is_normed))  # a norm changes the scale: that column says nothing of the others
+    beside = {k: [j for j in (k - 1, k + 1) if j in comparable] for k in comparable}
+    far = [k for k in comparable if len(beside[k]) == 2 and _apart(medians, k, beside[k], INNER)]
+    # An end's only neighbour may be the odd one of the two.
+    far += [k for k in comparable if len(beside[k]) == 1 and beside[k][0] not in far and _apart(medians, k, beside[k], END)]
     found = []
-    for k in comparable:
-        beside = [j for j in (k - 1, k + 1) if j in comparable]
-        ratios = [medians[k] / medians[j] for j in beside]
-        bar = INNER if len(beside) == 2 else END
-        if ratios and (min(ratios) >= bar or max(ratios) <= 1 / bar):
-            sizes = ", ".join(f"{columns[j]} {medians[j]:.4g}" for j in beside)
-            what = f"{columns[k]} has a median norm of {medians[k]:.4g}, its neighbours {sizes}"
-            found.append(Finding("norm of a layer", "FAIL" if len(beside) == 2 else "look", 1, what))
+    for k in far:
+        sizes = ", ".join(f"{columns[j]} {medians[j]:.4g}" for j in beside[k])
+        what = f"{columns[k]} has a median norm of {medians[k]:.4g}, its neighbours {sizes}"
+        found.append(Finding("norm of a layer", "FAIL" if len(beside[k]) == 2 else "look", 1, what))
     each = np.array(sums.medians)  # [n, C]
     if len(each) >= 4:
         with np.errstate(all="ignore"):
             ratio = each / np.nanmedian(each, axis=0)
-        far = [(int(n), int(c)) for n, c in np.argwhere((ratio >= SAMPLE) | (ratio <= 1 / SAMPLE))]
-        if far:
-            where = tuple(f"{sums.names[n]}: {columns[c]} at {ratio[n, c]:.3g} times the data set's median" for n, c in far[:SHOWN])
-            n = len({n for n, _ in far})
+        places = [(int(n), int(c)) for n, c in np.argwhere((ratio >= SAMPLE) | (ratio <= 1 / SAMPLE))]
+        if places:
+            where = tuple(f"{sums.names[n]}: {columns[c]} at {ratio[n, c]:.3g} times the data set's median" for n, c in places[:SHOWN])
+            n = len({n for n, _ in places})
             found.append(
                 Finding("norm of a sample", "FAIL", n, f"{n:,} samples with a norm ten times the data set's, or a tenth of it", where)
             )
     return found
+
+
+def _apart(medians: Sequence[float], k: int, beside: list[int], bar: float) -> bool:
+    """Say whether column k is at least `bar` times all its neighbours, or at most 1 / `bar` of them."""
+    ratios = [medians[k] / medians[j] for j in beside]
+    return min(ratios) >= bar or max(ratios) <= 1 / bar
 
 
 def of_masks(names: Sequence[str], lengths: np.ndarray, trained: np.ndarray) -> list[Finding]:
