@@ -52,7 +52,9 @@ def image(figure, dpi: int = 144) -> str:
 
     alt, width = alt_text(figure), round(figure.get_figwidth() * 96)
     data = base64.b64encode(png(figure, dpi)).decode()
-    return f'<img alt="{escape(alt)}" width="{width}" style="max-width:100%;height:auto;background:#fff" src="data:image/png;base64,{data}">'
+    return (
+        f'<img alt="{escape(alt)}" width="{width}" style="max-width:100%;height:auto;background:#fff" src="data:image/png;base64,{data}">'
+    )
 
 
 def _speak() -> None:
@@ -116,5 +118,67 @@ def lengths(values, shard_values=None, max_length: int | None = None, ax=None, s
     if server_takes and (not max_length or server_takes < max_length):  # else it bounds nothing, and would flatten the histogram
         ax.axvline(server_takes, color=GREY, ls=":", lw=1.5, label=f"the server takes {server_takes:,}")
     ax.set(xlabel="tokens a sample", ylabel="samples", title="Sample lengths")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def norms_of_tokens(values, first: int, name: str, ax=None):
+    """Draw the norm of each row [n] of one sample's column; `first`: the position of its first row."""
+    ax = axes(ax)
+    ax.plot(
+        np.arange(first, first + len(values)),
+        np.maximum(values, 1e-12),
+        "o-",
+        ms=3,
+        lw=0.8,
+        color=BLUE,
+        label=f"{name} (n = {len(values):,})",
+    )
+    ax.set(yscale="log", xlabel="position (token)", ylabel="norm of the row", title=f"Norm by token, {name}")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def similarity(matrix, first: int, name: str, ax=None):
+    """Draw the cosines [n, n] of the rows of one sample's column; dark is near."""
+    ax = axes(ax, (5.6, 4.6))
+    last = first + len(matrix) - 0.5
+    shown = ax.imshow(matrix, cmap="cividis_r", vmin=-1, vmax=1, extent=(first - 0.5, last, last, first - 0.5), interpolation="nearest")
+    ax.set(xlabel="position (token)", ylabel="position (token)", title=f"Cosine of each token with each other, {name} (n = {len(matrix)})")
+    ax.figure.colorbar(shown, ax=ax, label="cosine (dark: near)")
+    return ax
+
+
+def against_all(values, columns, row: str, other: str, metric: str, ax=None):
+    """Draw one party's column against every column of the other; a ring marks the best fit."""
+    ax = axes(ax)
+    values = np.asarray(values, dtype=float)
+    good_high = metric in ("cosine", "linear CKA")
+    best = int(np.nanargmax(values) if good_high else np.nanargmin(values))
+    ax.plot(
+        values if good_high else np.maximum(values, 1e-9), "s-", ms=4, lw=0.8, color=BLUE, label=f"{metric} (n = {len(values)} columns)"
+    )
+    ax.plot(
+        [best],
+        [values[best] if good_high else max(values[best], 1e-9)],
+        "o",
+        ms=11,
+        mfc="none",
+        mec=ORANGE,
+        mew=2,
+        label=f"best fit: {columns[best]}",
+    )
+    every = 1 + len(columns) // 36
+    ax.set_xticks(range(0, len(columns), every), list(columns)[::every], rotation=90, fontsize=7)
+    ax.set(yscale="linear" if good_high else "log", xlabel=other, ylabel=metric, title=f"{row} against every column of {other}")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def published(seconds, tokens, ax=None):
+    """Draw the tokens published over the time that somebody has looked on."""
+    ax = axes(ax, (7, 2.2))
+    ax.plot(seconds, tokens, "o-", ms=3, lw=0.8, color=BLUE, label=f"seen {len(seconds)} times")
+    ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published", ylim=(0, None))
     ax.legend(fontsize=8)
     return ax

@@ -1,0 +1,121 @@
+"""The extraction monitor: a run that another notebook or process writes, followed by its status files and ledgers."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import ipywidgets
+
+from hsnb import figures
+from hsnb.ledger import FOLDER, files
+from hsnb.paths import default_spool, run_dir
+from hsnb.widgets.explorer import Explorer, table_html
+
+FOLLOWED = ("running", "paused")  # states of a run that may still change
+MOST = 500  # points of the figure
+
+
+class Seen:
+    """What was seen of a run so far: seconds and tokens, for the rate and the figure."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.points: list[tuple[float, int]] = []
+
+    def add(self, tokens: int) -> float:
+        """Note the tokens now; return tokens/s over the last minute that was looked at, 0 while there is no more than one look."""
+        now = time.monotonic() - self.since
+        self.points = [*self.points[-MOST:], (now, tokens)]
+        first = next(p for p in self.points if p[0] >= now - 60 or p is self.points[-1])
+        return (tokens - first[1]) / (now - first[0]) if now > first[0] else 0.0
+
+
+def monitor(run: str | Path, seconds: float = 5.0) -> Explorer:
+    """Follow the extraction of outputs/{run} (or of a data set's folder); drawn again every `seconds` while something runs."""
+    data = Path(run) if isinstance(run, Path) or "/" in str(run) else run_dir(run, make=False) / "data"
+    data = data / "data" if (data / "data").is_dir() else data
+    seen, last = Seen(), {"running": True}
+
+    def draw(refresh: int) -> str:
+        shards = statuses(data)
+        counted = published(data)
+        rate = seen.add(counted["tokens"])
+        last["running"] = any(s["state"] in FOLLOWED for s in shards) or not shards
+        head = f"<p><b>{counted['samples']:,} samples, {counted['tokens']:,} tokens, {counted['bytes'] / 1e9:,.2f} GB published</b>, "
+        head += f"{counted['owed']:,} owed; {rate:,.0f} tokens/s since the last looks; {escape(str(data))}</p>"
+        if not shards:
+            return head + "<p>No run has written its status here yet.</p>"
+        ax = figures.published([p[0] for p in seen.points], [p[1] for p in seen.points])
+        return head + table_html(frame(shards)) + figures.image(ax.figure)
+
+    button = ipywidgets.IntText(value=0, description="look again")
+    return Explorer({"refresh": button}, draw).follow(seconds, until=lambda: not last["running"])
+
+
+def statuses(data: Path) -> list[dict[str, Any]]:
+    """Return what each shard's run last wrote of itself (once a minute), by name; half-written ones are left out."""
+    found = []
+    for path in sorted((data / FOLDER).glob("*.status.json")):
+        try:
+            found.append({"name": path.name.removesuffix(".status.json"), **json.loads(path.read_text())})
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def published(data: Path) -> dict[str, int]:
+    """Return samples, tokens and bytes entered in the ledgers of this machine, and samples owed: counted by sqlite, not read."""
+    sums = dict.fromkeys(("samples", "tokens", "bytes", "owed"), 0)
+    for path in files(data):
+        with closing(sqlite3.connect(path, timeout=1)) as db:
+            try:
+                samples, tokens, size = db.execute(
+                    "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(bytes), 0) FROM done"
+                ).fetchone()
+                owed = db.execute("SELECT count(*) FROM failed").fetchone()[0]
+            except sqlite3.OperationalError:  # its writer is making the tables just now
+                continue
+        for name, n in zip(sums, (samples, tokens, size, owed), strict=True):
+            sums[name] += n
+    return sums
+
+
+def frame(shards: list[dict[str, Any]], spool_bytes: Callable[[str], int | None] | None = None):
+    """Return one row a shard: state, published, owed, rate, time left, spool and what went wrong."""
+    import pandas as pd
+
+    size = spool_bytes or spool_of
+    rows = []
+    for s in shards:
+        held = [size(server["url"]) for server in s["servers"]]
+        wrong = [s["reason"], s["disk"], *(server["error"] for server in s["servers"])]
+        rows.append(
+            {
+                "shard": s["name"],
+                "state": s["state"],
+                "published": f"{s['published']:,} of {s['samples']:,}",
+                "owed": s["owed"],
+                "tokens/s": s["tokens_per_s"],
+                "left": "" if s["eta_s"] is None else f"{s['eta_s'] // 3600}:{s['eta_s'] // 60 % 60:02d} h",
+                "in the spool": "elsewhere" if None in held else f"{sum(held) / 1e6:,.1f} MB",
+                "told": "; ".join(w for w in wrong if w),
+                "written": s["updated"],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def spool_of(url: str) -> int | None:
+    """Return the bytes in the default spool of the server at `url`, None when it is not on this machine."""
+    folder = default_spool(urlsplit(url).port or 0)
+    if not folder.is_dir():
+        return None
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
