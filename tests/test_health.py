@@ -90,7 +90,7 @@ def test_a_layer_ten_times_its_neighbours_and_a_sample_of_another_scale_are_foun
     assert layer.what.startswith("B_4 has a median norm of ")
     (sample,) = [f for f in bad.findings if f.kind == "norm of a sample"]
     assert sample.count == 1
-    assert sample.where[0].startswith("hidden_states/hs_9.safetensors: B_2 at 2")
+    assert sample.where[0].startswith("hidden_states/hs_9.safetensors: B_2 at ")
     assert (bad.verdict, bad.ok) == ("FAIL", False)
     assert [f.level for f in bad.findings] == sorted((f.level for f in bad.findings), key="FAILlook".index)
 
@@ -126,8 +126,9 @@ def test_a_good_folder_has_nothing(tmp_path):
     expected = torch.cat([s[2][1:, 1].float().norm(dim=-1) for k, s in enumerate(samples) if k in spread(12, 4)]).median().item()
     assert medians["B_4"] == pytest.approx(expected, rel=0.05)  # of a histogram whose bins are 4.4 % wide
     first = found.massive[0]
-    assert (first["position"], first["dimension"], first["value"]) == (0, 5, 300.0)
-    assert first["massive rows at this token"] >= 1
+    assert (first["position"], first["dimension"], first["largest value"]) == (0, 5, 300.0)
+    assert first["rows of this token over ten times the median norm"] >= 1
+    assert sum(row["samples with their largest here"] for row in found.massive if row["state"] == first["state"]) <= 4
 
 
 def test_samples_that_cannot_be_read_are_told_and_the_others_looked_at(tmp_path):

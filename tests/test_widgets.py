@@ -19,8 +19,8 @@ from hsnb import widgets
 from hsnb.errors import DumpError
 from hsnb.health import examine
 from hsnb.table import INDEX
-from hsnb.widgets import dumps as browser
-from hsnb.widgets.monitor import Seen, frame, published
+from hsnb.widgets import browser
+from hsnb.widgets.extraction import Seen, frame, published
 from hsnb.widgets.samples import Samples
 from tests.test_health import good, write_folder
 
@@ -188,7 +188,7 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
 
 def test_the_monitors_rate_and_what_is_elsewhere(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hsnb.widgets.monitor.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hsnb.widgets.extraction.time.monotonic", lambda: clock[0])
     seen = Seen()
     assert seen.add(1000) == 0.0
     clock[0] += 10

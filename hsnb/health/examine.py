@@ -10,7 +10,7 @@ import numpy as np
 
 from hsnb.errors import DumpError, ParamsError
 from hsnb.health.findings import Finding, of_files, of_masks, of_norms, of_rows
-from hsnb.health.measure import Sums, measure
+from hsnb.health.measure import PEAKS, Sums, measure
 from hsnb.health.result import Health, Norms
 from hsnb.health.text import Decode, decoder, text_of
 from hsnb.table import INDEX, read_index
@@ -104,12 +104,13 @@ def _masks(folder: TrainingFolder, labels: list[tuple[str, int, int]]) -> tuple[
 
 
 def _massive(sums: Sums, columns: tuple[str, ...], decode: Decode) -> tuple[dict[str, Any], ...]:
-    """Return the largest single values, the largest first: state, value, dimension, position, token, sample."""
+    """Return the places of the largest single values, a row a state, dimension and token, the largest first."""
+    largest = sorted(sums.peaks.items(), key=lambda item: item[1][0], reverse=True)[:PEAKS]
     return tuple(
         {
-            "state": columns[c], "value": value, "dimension": dimension, "position": position,
-            "token": decode([token]) if token >= 0 else "unknown", "sample": name,
-            "massive rows at this token": sum(n for (col, tok, _), n in sums.massive.items() if (col, tok) == (c, token)),
+            "state": columns[c], "dimension": dimension, "token": decode([token]) if token >= 0 else "unknown", "largest value": value,
+            "position": position, "sample": name, "samples with their largest here": sums.peak_counts[c, dimension, token],
+            "rows of this token over ten times the median norm": sum(n for (col, tok, _), n in sums.massive.items() if (col, tok) == (c, token)),
         }
-        for _, value, c, name, position, dimension, token in sorted(sums.peaks, reverse=True)
+        for (c, dimension, token), (_, value, name, position) in largest
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ import xxhash
 from hsnb.trainers import TrainingSample
 
 MASSIVE = 10.0  # a row whose norm is so many times its sample's median is massive
-PEAKS = 12  # largest single values that are kept
+PEAKS = 12  # places of the largest single values that are shown
 OCTAVE, LOW, HIGH = 16, -24, 40  # the norms' histogram: bins an octave (4.4 % wide), from 2^-24 to 2^40
 POSITIONS = 32  # bins: 0, 1, 2-3, 4-7, ...
 
@@ -84,7 +83,8 @@ class Sums:
     medians: list[np.ndarray] = field(default_factory=list)  # [C] a sample
     names: list[str] = field(default_factory=list)
     massive: Counter = field(default_factory=Counter)  # (column, token id, is it position 0)
-    peaks: list[tuple] = field(default_factory=list)  # heap of (size, value, column, sample, position, dimension, token)
+    peaks: dict[tuple, tuple] = field(default_factory=dict)  # {(column, dimension, token): (size, value, sample, position)}, the largest
+    peak_counts: Counter = field(default_factory=Counter)  # samples that had their largest value there
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)  # of states: (sample, digest of ids)
     twins: list[tuple[str, str, bool]] = field(default_factory=list)  # (first, second, the same ids?)
     bad: dict[str, list[tuple[str, int, int]]] = field(default_factory=lambda: {k: [] for k in ("nan", "zero", "constant")})
@@ -109,8 +109,9 @@ class Sums:
         for c, s in zip(*np.nonzero(good & (found.norms > MASSIVE * medians[:, None])), strict=True):
             self.massive[int(c), token[s], bool(s == 0)] += 1
         for value, c, position, dimension in found.peaks:
-            entry = (abs(value), value, c, sample.name, position, dimension, token[position])
-            (heapq.heappush if len(self.peaks) < PEAKS else heapq.heappushpop)(self.peaks, entry)
+            place = (c, dimension, token[position])
+            self.peak_counts[place] += 1
+            self.peaks[place] = max(self.peaks.get(place, (0.0,)), (abs(value), value, sample.name, position))
         for kind in self.bad:
             where = np.argwhere(getattr(found, kind))
             self.bad_rows[kind] += len(where)

@@ -9,9 +9,9 @@ widgets.health("outputs/demo/data")     # a finished data set
 
 from __future__ import annotations
 
-from hsnb.widgets.divergence import divergence
-from hsnb.widgets.dumps import dumps
-from hsnb.widgets.health import health
-from hsnb.widgets.monitor import monitor
+from hsnb.widgets.comparison import divergence
+from hsnb.widgets.browser import dumps
+from hsnb.widgets.dataset import health
+from hsnb.widgets.extraction import monitor
 
 __all__ = ["divergence", "dumps", "health", "monitor"]
