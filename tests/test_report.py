@@ -331,3 +331,17 @@ with Progress(500, unit="tokens", desc="shard 4") as p:
     assert text.endswith("· sample 499")
     assert "500 of 500 tokens" in output.data["text/html"]
     assert 2 <= updates.count("update_display_data") <= 2 * seconds + 1
+
+
+@pytest.mark.notebook
+def test_a_figure_of_a_kernel_is_sharp_and_has_its_text(tmp_path):
+    from nbclient import NotebookClient
+
+    nb = new.new_notebook(cells=[new.new_code_cell("from hsnb import figures\nfigures.lengths([3, 4, 500], max_length=512);")])
+    NotebookClient(nb, kernel_name="python3").execute()
+    (output,) = nb.cells[0].outputs
+    about = output.metadata["image/png"]
+    assert about["alt"].startswith("Sample lengths. x: tokens a sample; y: samples.")
+    pixels = int.from_bytes(base64.b64decode(output.data["image/png"])[16:20], "big")  # the PNG's width
+    assert pixels == pytest.approx(2 * about["width"], rel=0.15)  # a tight box around the figure
+    assert f'alt="{about["alt"]}"' in report.to_html(nb, tmp_path)

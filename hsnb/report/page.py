@@ -47,7 +47,7 @@ img, svg { max-width: 100%; height: auto; }
 details.hsnb-code { margin: .1rem 0; }
 details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-serif; color: var(--jp-content-font-color2); }
 .jp-RenderedHTMLCommon table { margin: .5rem 0; table-layout: auto; }
-.jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { overflow-wrap: normal; white-space: normal; vertical-align: top; max-width: 32rem; }
+.jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { overflow-wrap: normal; white-space: normal; vertical-align: top; max-width: 32rem; text-align: left !important; }
 .hsnb-wide { overflow-x: auto; max-width: 100%; }
 .jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .hsnb-back { font: .9rem/1.6 system-ui, sans-serif; }

@@ -29,6 +29,7 @@ td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-num
 img { max-width: 100%; height: auto; background: #fff; }
 small, .note { color: GrayText; } small { overflow-wrap: anywhere; }
 .failed, .FAIL { color: var(--hsnb-bad); font-weight: bold; } .passed, .PASS { color: var(--hsnb-good); }
+.failed, .passed, .unfinished { white-space: nowrap; }
 .unfinished, .look { color: var(--hsnb-odd); font-weight: bold; }
 .scroll { overflow-x: auto; }
 @media (max-width: 40rem) {

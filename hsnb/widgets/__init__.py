@@ -9,8 +9,8 @@ widgets.health("outputs/demo/data")     # a finished data set
 
 from __future__ import annotations
 
-from hsnb.widgets.comparison import divergence
 from hsnb.widgets.browser import dumps
+from hsnb.widgets.comparison import divergence
 from hsnb.widgets.dataset import health
 from hsnb.widgets.extraction import monitor
 
