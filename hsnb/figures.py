@@ -124,18 +124,31 @@ def lengths(values, shard_values=None, max_length: int | None = None, ax=None, s
 
 def norms_of_tokens(values, first: int, name: str, ax=None):
     """Draw the norm of each row [n] of one sample's column; `first`: the position of its first row."""
+    return norms_of_states({name: values}, first, f"Norm by token, {name}", ax)
+
+
+def norms_of_states(norms, first: int = 0, title: str = "Norm by token", ax=None):
+    """Draw the norms [n] of one sample's rows, {state: norms}, a line each; `first`: the position of the first row."""
     ax = axes(ax)
-    ax.plot(
-        np.arange(first, first + len(values)),
-        np.maximum(values, 1e-12),
-        "o-",
-        ms=3,
-        lw=0.8,
-        color=BLUE,
-        label=f"{name} (n = {len(values):,})",
-    )
-    ax.set(yscale="log", xlabel="position (token)", ylabel="norm of the row", title=f"Norm by token, {name}")
+    for k, (name, values) in enumerate(norms.items()):
+        style = {"marker": "osD^v"[k % 5], "ls": ("-", "--", ":", "-.")[k % 4], "color": (BLUE, ORANGE, GREY, "black")[k % 4]}
+        ax.plot(
+            np.arange(first, first + len(values)), np.maximum(values, 1e-12), ms=3, lw=0.8, label=f"{name} (n = {len(values):,})", **style
+        )
+    ax.set(yscale="log", xlabel="position (token)", ylabel="norm of the row", title=title)
     ax.legend(fontsize=8)
+    return ax
+
+
+def shares(parts, unit: str, title: str, ax=None):
+    """Draw {part: count} as one bar, parts told apart by hatching too, with their counts in the legend."""
+    ax = axes(ax, (7, 1.6))
+    left = 0
+    for (name, n), colour, hatch in zip(parts.items(), (GREY, BLUE, ORANGE), ("", "", "////"), strict=False):
+        ax.barh(0, n, left=left, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=f"{name} ({n:,})")
+        left += n
+    ax.set(yticks=[], xlabel=unit, title=title, xlim=(0, max(left, 1)))
+    ax.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.45), frameon=False)
     return ax
 
 

@@ -90,6 +90,14 @@ class ShardResult:
             ]
         )
 
+    def plot(self, ax=None):
+        """Draw how much of the shard is there: done before, published by this run, owed."""
+        from hsnb.figures import shares
+
+        owed = len(self.failed)
+        parts = {"done before": self.done_before, "published by this run": self.samples - owed - self.done_before, "owed": owed}
+        return shares(parts, "samples", f"Shard {self.shard} of {self.num_shards}", ax)
+
     def _canaries(self) -> str:
         return f"{self.canaries:,}" + (
             f", {self.canaries_blurred:,} of them within a noise that hides much" if self.canaries_blurred else ""

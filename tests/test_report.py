@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 from hsnb import figures, progress, report
 from hsnb.errors import DumpError, ExtractError, ParamsError
@@ -345,3 +346,21 @@ def test_a_figure_of_a_kernel_is_sharp_and_has_its_text(tmp_path):
     pixels = int.from_bytes(base64.b64decode(output.data["image/png"])[16:20], "big")  # the PNG's width
     assert pixels == pytest.approx(2 * about["width"], rel=0.15)  # a tight box around the figure
     assert f'alt="{about["alt"]}"' in report.to_html(nb, tmp_path)
+
+
+def test_results_show_themselves_without_colours_of_their_own(tmp_path):
+    from hsnb.dumps.memory import MemoryDump
+    from hsnb.shard import ShardResult
+
+    result = ShardResult(tmp_path, 3, 16, 128, 20, 0, 900, 10**6, 0, 700, 2.0, failed={7: "lost"})
+    assert figures.alt_text(result.plot().figure) == (
+        "Shard 3 of 16. x: samples. Shown: done before (20); published by this run (107); owed (1)."
+    )
+    states = torch.ones(5, 3, 4)
+    states[:, 1] = 2
+    dump = MemoryDump(tmp_path / "d", torch.arange(5), states, (2, 4), "pre")
+    ax = dump.plot()
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[2.0] * 5, [4.0] * 5, [2.0] * 5]
+    assert [line.get_label() for line in ax.lines] == ["B_2 (n = 5)", "B_4 (n = 5)", "final (pre) (n = 5)"]
+    for shown in (result._repr_html_(), dump._repr_html_()):
+        assert not re.search(r"color|background", shown)  # JupyterLab's own, light or dark, stay readable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +91,10 @@ class Comparison:
         if any(p.error > p.bar for p in self.pairs):
             return "apart"
         return "mislabelled" if any(o.verdict == "shifted" for found in self.witnessed.values() for o in found) else "agree"
+
+    def _repr_html_(self) -> str:
+        said = f"<p><b>{html.escape(self.a)}</b> on <b>{html.escape(self.b)}</b>, {self.dtype}, n = {self.found.tokens:,} tokens: {self.verdict}</p>"
+        return said + self.offset_frame().to_html(index=False, border=0, float_format="{:.3g}".format)
 
     def frame(self):
         """Return a row for each boundary that both have."""

@@ -101,6 +101,12 @@ class Dump(ABC):
             rows.append({"state": name, "norm of token 0": norms[0].item(), "median norm": rest, "largest": values.abs().max().item()})
         return pd.DataFrame(rows)
 
+    def plot(self, ax=None):
+        """Draw the norm of every row, a line a state."""
+        from hsnb.figures import norms_of_states
+
+        return norms_of_states({name: self.column(k).float().norm(dim=-1).numpy() for k, name in enumerate(self.names)}, ax=ax)
+
     def _repr_html_(self) -> str:
         rows = {
             "request": self.request_id,
