@@ -23,7 +23,8 @@ SUMMARY = "summary.json"
 GRID_CSS = """
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.5rem, 1fr)); gap: .35rem; padding: 0; list-style: none; }
 .grid li { border: 1px solid var(--hsnb-line); padding: .25rem .4rem; font-size: .85rem; line-height: 1.3; }
-.grid li.failed, .grid li.passed, .grid li.unfinished { white-space: normal; } .grid li.failed { border: 2px solid var(--hsnb-bad); } .grid li.unfinished { border-style: dashed; border-color: var(--hsnb-odd); }
+.grid li.failed, .grid li.passed, .grid li.unfinished { white-space: normal; }
+.grid li.failed { border: 2px solid var(--hsnb-bad); } .grid li.unfinished { border-style: dashed; border-color: var(--hsnb-odd); }
 .grid li.notrun { border-style: dotted; } .grid a { color: inherit; }
 """
 
