@@ -21,7 +21,7 @@ CSS = """
 """
 
 PAGE_CSS = """
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; background: Canvas; color: CanvasText; }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; background: Canvas; color: CanvasText; overflow-wrap: anywhere; }
 h1 { line-height: 1.2; } h2 { margin: 2rem 0 .5rem; } a { color: LinkText; }
 table { border-collapse: collapse; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--hsnb-line); overflow-wrap: anywhere; }
