@@ -132,6 +132,10 @@ class Ledger:
         """Return this writer's own entries."""
         return {values[0]: Entry(*values) for values in self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")}
 
+    def failed(self) -> dict[int, str]:
+        """Return the rows that this writer owes, with the moment each was noted (ISO 8601, UTC)."""
+        return dict(self._db.execute("SELECT row, at FROM failed"))
+
     def export(self, folder: Path) -> Path:
         """Write the entries as `folder`/{name}.parquet, the fingerprint in its metadata, and return the file."""
         import pyarrow as pa
@@ -218,7 +222,7 @@ def _read_all(data: Path) -> Iterator[tuple[str, dict | None, dict[int, Entry], 
     exports = {p.stem: p for p in sorted((data / FOLDER).glob("*.parquet"))}
     here = {p.stem: p for p in files(data)}
     for stem in sorted({*exports, *here}):
-        before, entries, owed = _read_export(exports[stem]) if stem in exports else (None, {}, {})
+        before, entries, owed = read_export(exports[stem]) if stem in exports else (None, {}, {})
         if stem in here:
             with _reading(here[stem]) as db:
                 if db is not None:
@@ -229,7 +233,8 @@ def _read_all(data: Path) -> Iterator[tuple[str, dict | None, dict[int, Entry], 
         yield stem, before, entries, owed
 
 
-def _read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, str]]:
+def read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, str]]:
+    """Return (fingerprint, entries, nothing owed) of a parquet export. Raises ExtractError for a damaged one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
