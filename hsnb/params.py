@@ -88,6 +88,7 @@ class ExtractParams(_Strict):
     spool_floor: int | None = Field(None, ge=0, description="bytes that stay free in the spool; none: 5 % of it, at most 1 GiB")
     output_floor: int | None = Field(None, ge=0, description="bytes that stay free at the output; none: 5 % of it, at most 10 GiB")
     status_s: float = Field(60, gt=0, description="between two writes of the status file")
+    store: str = Field("", description="an fsspec URL: finished files go to {store}/{run}/, are read back and compared, then freed here")
     on_stop: str = Field("", description="a shell command that is run at the end; HSNB_STATE and HSNB_STATUS say how it ended")
 
 

@@ -18,7 +18,8 @@ from hsnb.data import Prepared, load_prepared
 from hsnb.errors import DumpError, ExtractError
 from hsnb.extract.output import ASIDE, STAGING, checksum, export
 from hsnb.extract.publish import ids_hash
-from hsnb.ledger import Entry, Ledger, files, read_failed, read_ledgers
+from hsnb.ledger import FOLDER, Entry, Ledger, files, read_failed, read_ledgers
+from hsnb.storage import OTHERS, Store, of_data
 from hsnb.trainers import layout as find_layout
 
 
@@ -91,10 +92,14 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
             next="hsnb run 03_extract",
         ) from error
     entries = read_ledgers(data.path)
-    table = data.dataset()
+    table, store = data.dataset(), of_data(data.path, about)
 
     def check(entry: Entry) -> tuple[int, str]:
-        return entry.row, damage(data.path, entry, about, table[entry.row]["input_ids"])
+        token_ids = table[entry.row]["input_ids"]
+        if store is None or not store.has(entry) or (data.path / entry.file).exists():
+            return entry.row, damage(data.path, entry, about, token_ids)
+        with store.local(entry.file) as copy:
+            return entry.row, damage(data.path, entry, about, token_ids, copy)
 
     damaged = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 2)) as pool:
@@ -105,6 +110,8 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
                 progress(n, len(entries))
     ok = {int(r) for r in data.ok.nonzero()[0]}
     withdrawn = bool(damaged) and not keep and withdraw(data, damaged)
+    if withdrawn and store is not None:
+        take_off(store, [entries[row].file for row in damaged])
     owed = read_failed(data.path, entries.keys() - damaged.keys()) | damaged
     return Verified(
         data.path,
@@ -120,9 +127,12 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
     )
 
 
-def damage(folder: Path, entry: Entry, about: dict, token_ids: torch.Tensor) -> str:
-    """Return what is wrong with an entered sample, "" when nothing is: all that differs, the most telling first."""
-    path = folder / entry.file
+def damage(folder: Path, entry: Entry, about: dict, token_ids: torch.Tensor, copy: Path | None = None) -> str:
+    """Return what is wrong with an entered sample, "" when nothing is: all that differs, the most telling first.
+
+    `copy`: of a file that is at the store.
+    """
+    path = copy or folder / entry.file
     if not path.exists():
         return "its file is gone"
     found = []
@@ -164,6 +174,15 @@ def withdraw(data: Prepared, damaged: dict[int, str]) -> bool:
         except (ExtractError, OSError):
             whole = False
     return whole
+
+
+def take_off(store: Store, names: list[str]) -> None:
+    """Remove damaged files from the store, and let its ledgers say what the ones here say now: whoever goes on elsewhere owes them too."""
+    for name in names:
+        store.remove(name)
+    for path in files(store.folder):
+        store.send_ledger(path.stem)
+        (store.folder / FOLDER / f"{path.stem}{OTHERS}.parquet").unlink(missing_ok=True)
 
 
 def redo_rows(data: Prepared) -> list[int]:

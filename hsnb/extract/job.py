@@ -33,6 +33,7 @@ from hsnb.probe.receipt import require_receipt
 from hsnb.progress import Progress
 from hsnb.shard import ShardResult
 from hsnb.sizes import OUTPUT_FLOOR
+from hsnb.storage import Store, adopt, sending
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
@@ -138,16 +139,21 @@ def run(
     ok, lengths = data.ok, data.lengths.tolist()
     skipped = sum(not ok[r] for r in rows)
     rows = [r for r in rows if ok[r]][: limit or None]
+    if store := Store(limits.store, data.path) if limits.store else None:
+        store.fetch_ledgers()
     entered = read_ledgers(data.path, print_)  # refuses other settings before anything is written
-    with Ledger(home(data.path) / f"{name}.sqlite", print_) as ledger:
+    with Ledger(home(data.path) / f"{name}.sqlite", print_) as ledger, sending(store, ledger) as output.uploader:
+        adopt(ledger, data.path)
         recovered = recover(output, ledger) + recover_others(data.path, name, layout, print_, overlap=(shard, num_shards, only))
         entered = read_ledgers(data.path, print_)
         if recovered:
             log.info(f"{recovered} samples whose files were in place when their writer was killed are entered")
-        done = {r: e for r in rows if (e := entered.get(r)) and intact(data.path, e)}
+        done = {r: e for r in rows if (e := entered.get(r)) and (intact(data.path, e) or (store and store.has(e)))}
         owed = [r for r in rows if r not in done]
         output.begin(owed)
-        output.describe(servers[0], layout, print_)
+        output.describe(servers[0], layout, print_, store.url if store else "")
+        for entry in filter(lambda e: store and intact(data.path, e), done.values()):  # a run before had no time to send them
+            output.uploader.add(entry)
         armed = servers[0].armed[0]
         width = (len(armed.boundaries) + 1) * armed.hidden_size * output.layout.DTYPE.itemsize
         budget = Flow(servers[0], limits, in_flight_tokens).most_tokens

@@ -41,6 +41,7 @@ class Output:
         self.folder, self.layout = folder, find_layout(layout)
         self.staging = folder / STAGING / name
         self.dtype = str(self.layout.DTYPE).removeprefix("torch.")
+        self.uploader = None  # hsnb.storage.Uploader of a run whose files go to an object store
 
     def check(self, boundaries: tuple[int, ...], final: str, model: str) -> None:
         """Raise ParamsError when the layout cannot hold what the server captures, ModelError when it cannot norm it."""
@@ -80,8 +81,11 @@ class Output:
         with contextlib.suppress(OSError):  # another writer's is there
             self.staging.parent.rmdir()
 
-    def describe(self, server, layout: str, fingerprint: dict) -> None:
-        """Write hsnb.json beside the data set: which boundaries its columns are, so that no trainer has to be told by memory."""
+    def describe(self, server, layout: str, fingerprint: dict, store: str = "") -> None:
+        """Write hsnb.json beside the data set: which boundaries its columns are, so that no trainer has to be told by memory.
+
+        `store`: where the files go, "" when they stay.
+        """
         armed = server.armed[0]
         tree = {
             "hsnb_format": 1,
@@ -93,6 +97,7 @@ class Output:
             "hidden_size": armed.hidden_size,
             "num_layers": armed.num_layers,
             "fingerprint": fingerprint,
+            **({"store": store} if store else {}),
         }
         write_json(self.folder / "hsnb.json", tree)
 

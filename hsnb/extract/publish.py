@@ -63,6 +63,8 @@ class Publisher:
                 likely="a disk that fails, was unmounted or went read-only",
                 next="mend it and run the same shard again: it goes on where it stopped",
             ) from error
+        if self.output.uploader is not None:
+            self.output.uploader.add(entry)
         return entry
 
     def _again(self, error: Exception) -> bool:
