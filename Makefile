@@ -6,11 +6,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-PINS := $(filter-out requirements/trainers-% requirements/vllm-%,$(wildcard requirements/*.txt)) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
+PINS := $(filter-out requirements/trainers-% requirements/vllm-% requirements/ray.txt,$(wildcard requirements/*.txt)) pyproject.toml $(shell find cpu_shims -name '*.py' -o -name '*.pth' -o -name 'pyproject.toml')
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report figures gpu bench clean
+.PHONY: help setup setup-ray setup-engines setup-vllm setup-trainers demo lab test test-fast test-engines lint strip report figures gpu bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -30,6 +30,12 @@ else
 	$(PIP) --no-deps --no-build-isolation ./cpu_shims
 endif
 	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+setup-ray: $(VENV)/.ray  ## the extra ray, for runs on many machines (79 MB, into the same environment)
+
+$(VENV)/.ray: requirements/ray.txt $(VENV)/.ready
+	$(PIP) --no-deps -r $<
 	touch $@
 
 OLDER := 0.5.17 0.5.20
@@ -85,14 +91,14 @@ demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
 lab: setup  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
-test: setup setup-vllm setup-trainers lint  ## everything, real engines and notebooks included
+test: setup setup-ray setup-vllm setup-trainers lint  ## everything, real engines and notebooks included
 	$(BIN)/python -m pytest
 
 test-fast: setup  ## seconds: no engine, no notebook
 	$(BIN)/python -m pytest -m "not engine and not notebook"
 
 test-engines: export HSNB_TEST_FAMILIES := all
-test-engines: setup setup-engines setup-vllm setup-trainers  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
+test-engines: setup setup-ray setup-engines setup-vllm setup-trainers  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
 	$(BIN)/python -m pytest -m "engine or notebook"
 	for version in $(OLDER); do .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done
 

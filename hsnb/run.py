@@ -105,8 +105,11 @@ def parse_shards(text: str) -> list[int]:
     return shards
 
 
-def run_shards(name: str | Path, parameters: Mapping[str, Any], shards: Sequence[int]) -> list[RunResult]:
-    """Run the notebook once per shard, going on after one that fails. All are checked before the first is run."""
+def run_shards(name: str | Path, parameters: Mapping[str, Any], shards: Sequence[int], ray: str = "") -> list[RunResult]:
+    """Run the notebook once per shard, going on after one that fails. All are checked before the first is run.
+
+    `ray`: the address of a cluster whose nodes share the work; empty: here, one after the other.
+    """
     if "shard" not in contract.declared(name) or "shard" in parameters:
         raise ParamsError(
             got=f"--shards with {'-p shard' if 'shard' in parameters else contract.stem(name)}",
@@ -117,6 +120,10 @@ def run_shards(name: str | Path, parameters: Mapping[str, Any], shards: Sequence
     each = [{**parameters, "shard": shard} for shard in shards]
     for given in each:
         contract.check(name, given)
+    if ray:
+        from hsnb.cluster import run_on_cluster
+
+        return run_on_cluster(locate(name), parameters, shards, ray)
     results = []
     for given in each:
         result = run_notebook(name, given)
@@ -150,6 +157,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--p", dest="values", nargs=2, metavar=("NAME", "VALUE"), action="append", default=[], help="a parameter")
     parser.add_argument("-r", dest="raw", nargs=2, metavar=("NAME", "TEXT"), action="append", default=[], help="one kept as text")
     parser.add_argument("--shards", metavar="0-15,20", help="run 03_extract for each of these shards")
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", default="", help="with --shards: on the nodes of a Ray cluster (auto: the one of this machine)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -157,7 +167,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     source = locate(args.notebook)
     parameters = merge(args.files, args.values, args.raw)
     one = args.shards is None
-    results = [run_notebook(source, parameters)] if one else run_shards(source, parameters, parse_shards(args.shards))
+    if one and args.ray:
+        raise ParamsError(got=f"--ray {args.ray} without --shards", expected="both", likely="one left out", next="--shards 0-15")
+    results = [run_notebook(source, parameters)] if one else run_shards(source, parameters, parse_shards(args.shards), args.ray)
     failed = [result.notebook.stem for result in results if not result.ok]
     return {"ok": not failed, "failed": failed, "notebooks": [result.as_dict() for result in results]}
 

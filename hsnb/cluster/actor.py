@@ -1,0 +1,94 @@
+"""What lives on a node: one server for the whole run, and the notebook run against it, shard after shard.
+
+A plain class: driver.py makes a Ray actor of it, tests call it directly. The server ends with this process at the latest,
+however that ends (hsnb.server.supervisor), and so does a notebook's kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hsnb import paths, probe
+from hsnb.errors import HsnbError, ParamsError
+from hsnb.extract.faults import restart
+from hsnb.params import Deployment
+from hsnb.run import run_notebook
+from hsnb.server import Server
+
+RESTARTS = 3  # of a lost server, in a row: a shard that is whole starts the count again
+
+
+class ServerActor:
+    """Own a server of `params`, with `overrides` of its server part, in the project at `root` (HSNB_ROOT of the node, if set)."""
+
+    def __init__(self, root: str, params: str, run: str, overrides: dict[str, Any]):
+        os.environ.setdefault("HSNB_ROOT", root)
+        here = Path(os.environ["HSNB_ROOT"])
+        if not (here / "notebooks").is_dir() or not (here / "params").is_dir():
+            raise ParamsError(
+                got=f"no project at {here} on {socket.gethostname()}",
+                expected="notebooks/ and params/, as on the machine that started the run",
+                likely="a file system that is not mounted there, or a clone at another path",
+                next="mount it, or set HSNB_ROOT before ray start on that node",
+            )
+        os.chdir(here)
+        self.deployment = Deployment.load(params, **({"server": overrides} if overrides else {}))
+        self.run_name, self.server, self.restarts = run, None, 0
+
+    def start(self) -> dict[str, Any]:
+        """Start the server and prove it; return its URL, host and the seconds. Raises HsnbError."""
+        self.server = Server.start(self.deployment, log_dir=paths.run_dir(self.run_name))
+        probe.ensure(self.server)
+        return {"url": self.server.url, "host": socket.gethostname(), "seconds": self.server.startup_seconds, "python": sys.executable}
+
+    def prepare(self, max_length: int, too_long: str) -> int:
+        """Write the run's data set when it is not there yet, so that no two nodes make it at once; return its rows."""
+        from hsnb.data import prepare
+
+        return prepare(self.deployment, paths.run_dir(self.run_name) / "data", max_length=max_length, too_long=too_long).rows
+
+    def run(self, notebook: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Run the notebook for one shard against this server; return its RunResult as a dict, and `lost`: the server is gone.
+
+        A lost server is started again here, before the next shard. Raises HsnbError when it does not come back.
+        """
+        given = {**parameters, "server_url": self.server.url, "spool": str(self.server.spool)}
+        source = paths.project_root() / "notebooks" / f"{notebook}.ipynb"
+        result = run_notebook(source, given, cwd=paths.project_root()).as_dict()
+        lost = not result["ok"] and not self.server.running()
+        if lost:
+            self._revive()
+        elif result["ok"]:
+            self.restarts = 0
+        files = [result["notebook"], result["html"], str(paths.run_dir(self.run_name) / f"shard-{parameters['shard']:04d}.json")]
+        return {**result, "lost": lost, "files": {f: digest(f) for f in files if f and Path(f).is_file()}}
+
+    def _revive(self) -> None:
+        while True:
+            self.restarts += 1
+            try:
+                restart(self.server)
+                return
+            except HsnbError:
+                if self.restarts >= RESTARTS:
+                    raise
+
+    def read(self, file: str) -> bytes:
+        """Return a file of this node, for a driver that does not share its disk."""
+        return Path(file).read_bytes()
+
+    def stop(self) -> None:
+        """Stop the server."""
+        if self.server is not None:
+            self.server.stop()
+
+
+def digest(file: str) -> str:
+    """Return the xxh3-128 of a file."""
+    return xxhash.xxh3_128_hexdigest(Path(file).read_bytes())

@@ -1,0 +1,240 @@
+"""Deal shards to servers that live on the nodes of a Ray cluster, until none is left. Nodes may come and go meanwhile.
+
+Read with Ray 2.60. An actor a server; Ray restarts none of them (`max_restarts=0`): which node a new one goes to, and what
+its loss means for the shard, is decided here. Everything that was published is entered, so a shard that is dealt again goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from hsnb import notebook as contract
+from hsnb.cluster.actor import ServerActor, digest
+from hsnb.cluster.plan import Node, Place, on_place, places
+from hsnb.cluster.queue import Shards
+from hsnb.errors import HsnbError, ParamsError, ServerError
+from hsnb.params import Deployment
+from hsnb.paths import project_root, write_json
+from hsnb.run import RunResult
+
+log = logging.getLogger(__name__)
+STARTS = 3  # of a server at one place: after that the place is left alone
+LOOK_S = 1.0
+EMPTY_S = 300.0  # without any node that could take a server, living or starting, the run ends
+STOP_S = 40.0  # for the servers to stop at the end; what is left ends with Ray's workers
+BUSY = "being written by another process"  # what a shard says whose last writer has not quite ended
+
+
+@dataclass
+class Member:
+    """An actor, and what it does: "start", "prepare", "run" (then with its shard) or "idle"."""
+
+    place: Place
+    actor: Any
+    doing: str = "start"
+    shard: int | None = None
+    url: str = ""
+
+
+def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence[int], address: str = "auto") -> list[RunResult]:
+    """Run the notebook once a shard on the cluster at `address`; return the results in the order of `shards`.
+
+    `parameters` are those of the notebook, without shard, server_url and spool. A shard that no node could do has a result
+    that is not ok. Raises ParamsError or ServerError before anything is started.
+    """
+    for name in ("server_url", "spool"):
+        if parameters.get(name):
+            raise ParamsError(
+                got=f"--ray and -p {name}",
+                expected="one of the two",
+                likely="a command made of two others",
+                next=f"leave {name} out: each node starts its own server",
+            )
+    known = contract.declared(source) | contract.cell_values(nbformat.read(source, as_version=4), source) | dict(parameters)
+    deployment = Deployment.load(known["params"])
+    ray = connect(address)
+    try:
+        driver = Driver(ray, source, dict(parameters), known, deployment, Shards(shards))
+        try:
+            driver.loop()
+        finally:
+            driver.stop()
+        return [driver.result(shard) for shard in shards]
+    finally:
+        ray.shutdown()
+
+
+def connect(address: str):
+    """Return the module ray, connected. Raises ParamsError without the package, ServerError without a cluster."""
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ParamsError(
+            got=f"--ray without Ray ({error})", expected="the extra ray", likely="an environment for one machine", next="make setup-ray"
+        ) from error
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs sees what its shell sees
+    try:
+        ray.init(address=address, logging_level="WARNING", log_to_driver=True)
+    except (ConnectionError, ValueError) as error:
+        raise ServerError(
+            got=f"--ray {address}: {' '.join(str(error).split())[:300]}",
+            expected="a Ray cluster that answers",
+            likely="ray start was not run here, or the head is gone",
+            next="ray start --head, or one of deploy/",
+        ) from error
+    return ray
+
+
+class Driver:
+    """The loop. `members` by place; `refs` are the calls in flight."""
+
+    def __init__(self, ray, source: Path, parameters: dict, known: dict, deployment: Deployment, shards: Shards):
+        self.ray, self.source, self.parameters, self.known = ray, source, parameters, known
+        self.deployment, self.shards, self.prepared = deployment, shards, False
+        self.members: dict[tuple[str, int], Member] = {}
+        self.refs: dict[Any, Member] = {}
+        self.starts: Counter = Counter()
+        self.trouble = ""  # the last reason why a server did not start
+        self.journal: list[dict] = []
+
+    def loop(self) -> None:
+        """Deal until every shard is done or given up. Raises the servers' error when none of them starts anywhere."""
+        alone_since = time.monotonic()
+        while self.shards.left:
+            self.grow()
+            self.deal()
+            ready, _ = self.ray.wait(list(self.refs), timeout=LOOK_S) if self.refs else ([], time.sleep(LOOK_S))
+            for ref in ready:
+                self.land(ref)
+            if self.members:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > EMPTY_S or (self.trouble and not self.untried()):
+                why = self.trouble or "no node has room for a server"
+                self.note("given up", why=why)
+                self.shards.drain(why)
+
+    # -- servers ---------------------------------------------------------------------------------------------------
+
+    def untried(self) -> list[Place]:
+        """Return the places that have no server, and did not fail to start one too often."""
+        nodes = [Node.of(n) for n in self.ray.nodes() if n["Alive"]]
+        return [p for p in places(self.deployment, nodes) if p.key not in self.members and self.starts[p.key] < STARTS]
+
+    def grow(self) -> None:
+        """Start a server wherever there is room for one, while there are shards for it."""
+        for place in self.untried():
+            if len(self.members) >= self.shards.left:
+                return
+            self.starts[place.key] += 1
+            strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.node.id, soft=False)
+            made = self.ray.remote(ServerActor).options(
+                num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy, max_restarts=0, max_task_retries=0
+            )
+            actor = made.remote(str(project_root()), self.known["params"], self.known["run"], on_place(self.deployment, place))
+            member = self.members[place.key] = Member(place, actor)
+            self.refs[actor.start.remote()] = member
+            self.note("starting", member)
+
+    def deal(self) -> None:
+        """Give each idle server something to do; the data set is prepared by the first of them."""
+        for member in [m for m in self.members.values() if m.doing == "idle"]:
+            if not self.prepared:
+                if not any(m.doing == "prepare" for m in self.members.values()):
+                    member.doing = "prepare"
+                    self.refs[member.actor.prepare.remote(self.known["max_length"], self.known["too_long"])] = member
+            elif (shard := self.shards.take()) is not None:
+                member.doing, member.shard = "run", shard
+                self.refs[member.actor.run.remote(self.source.stem, {**self.parameters, "shard": shard})] = member
+                self.note("dealt", member, shard=shard)
+
+    def land(self, ref) -> None:
+        """Take what a call came back with: an answer, the user's error, or the loss of whoever ran it."""
+        member = self.refs.pop(ref)
+        did, shard, member.doing, member.shard = member.doing, member.shard, "idle", None
+        try:
+            answer = self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            if did == "prepare" and isinstance(cause, HsnbError):  # the data are at fault, on any node
+                raise cause from error
+            self.drop(member, shard, str(cause))
+            if did != "start" or not isinstance(cause, HsnbError):
+                log.warning(f"{member.url or member.place.node.address}: {cause}")
+        except self.ray.exceptions.RayError as error:
+            self.drop(member, shard, f"its node or its process is gone ({type(error).__name__})")
+        else:
+            if did == "start":
+                member.url = answer["url"]
+                self.note("ready", member, **answer)
+            elif did == "prepare":
+                self.prepared = True
+            else:
+                self.landed(member, shard, answer)
+
+    def landed(self, member: Member, shard: int, answer: dict) -> None:
+        """Settle a shard that ran to its end, or deal it again when it was the server that failed, not the shard."""
+        if answer["lost"] or (not answer["ok"] and BUSY in answer["error"]):
+            self.note("lost", member, shard=shard, why=answer["error"])
+            self.shards.lost(shard, answer["error"])
+            return
+        self.fetch(member, answer["files"])
+        self.starts[member.place.key] = 0
+        self.shards.settle(shard, answer)
+        self.note("done", member, shard=shard, ok=answer["ok"], seconds=round(answer["seconds"], 1))
+        log.info(f"shard {shard}: {'ok' if answer['ok'] else answer['error']} ({answer['seconds']:.1f} s, {member.place.node.address})")
+
+    def drop(self, member: Member, shard: int | None, why: str) -> None:
+        """Forget a server that is gone; its shard waits again."""
+        self.members.pop(member.place.key, None)
+        self.note("dropped", member, shard=shard, why=why)
+        if shard is None:
+            self.trouble = why
+        elif self.shards.lost(shard, why):
+            log.warning(f"shard {shard} is dealt again: {why} ({member.place.node.address})")
+        self.ray.kill(member.actor)
+
+    def fetch(self, member: Member, files: dict[str, str]) -> None:
+        """Copy a shard's notebook, report and JSON from a node that does not share this machine's disk."""
+        for name, theirs in files.items():
+            here = Path(name)
+            if here.is_file() and digest(name) == theirs:
+                continue
+            here.parent.mkdir(parents=True, exist_ok=True)
+            here.write_bytes(self.ray.get(member.actor.read.remote(name)))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop every server that is left."""
+        calls = [m.actor.stop.remote() for m in self.members.values() if m.doing == "idle"]
+        if calls:
+            self.ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
+        for member in self.members.values():
+            self.ray.kill(member.actor)
+
+    def result(self, shard: int) -> RunResult:
+        """Return what came of a shard."""
+        if shard in self.shards.results:
+            tree = self.shards.results[shard]
+            html = Path(tree["html"]) if tree["html"] else None
+            return RunResult(Path(tree["notebook"]), html, tree["ok"], tree["error"], tree["seconds"])
+        name = contract.output_name(self.source.stem, {"shard": shard})
+        return RunResult(project_root() / "outputs" / self.known["run"] / name, None, False, self.shards.given_up[shard], 0.0)
+
+    def note(self, what: str, member: Member | None = None, **more: Any) -> None:
+        """Write what happened to outputs/{run}/cluster.json, the place to look at while it runs."""
+        where = {"node": member.place.node.id, "address": member.place.node.address, "server": member.url} if member else {}
+        self.journal.append({"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "what": what, **where, **more})
+        folder = project_root() / "outputs" / self.known["run"]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "cluster.json", {"left": self.shards.left, "servers": len(self.members), "events": self.journal})
