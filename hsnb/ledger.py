@@ -151,7 +151,7 @@ class Ledger:
             with pq.ParquetWriter(temporary, schema) as file:
                 while part := rows.fetchmany(BATCH):
                     file.write_table(pa.table(list(zip(*part, strict=True)), schema=schema))
-        temporary.replace(target)
+            temporary.replace(target)  # in the lock: the run's watch and its uploader both export
         return target
 
     def close(self) -> None:

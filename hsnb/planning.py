@@ -64,6 +64,8 @@ def plan(
     need = counted["tokens"] * (token_bytes + ID_BYTES) + rows * ROW_BYTES
     written = 0 if tokens else _written(out)  # what lies there is of the data, not of a number
     own = deployment.extract
+    if own.store:  # what is uploaded is freed: one sample must fit, and the flow waits for the others
+        need, written = counted["longest"] * (token_bytes + ID_BYTES) + ROW_BYTES, 0
     output = _room(out, max(0, need - written), own.output_floor, OUTPUT_FLOOR)
     spool_folder = Path(deployment.server.spool) if deployment.server.spool else SPOOL_ROOT
     engine_bytes = bytes_per_token(columns, shape.hidden_size, 4 if deployment.server.dtype == "float32" else 2)

@@ -32,9 +32,9 @@ OTHERS = ".store"  # ledger/{name}.store.parquet: what other machines had entere
 
 
 class Store:
-    """The place of one data set at a store. `url`: of the store; `folder`: the data set's own, outputs/{run}/data."""
+    """The place of one data set at a store. `url`: of the store; `folder`: the data set's own, outputs/{run}/data; `run`: if it was renamed."""
 
-    def __init__(self, url: str, folder: Path):
+    def __init__(self, url: str, folder: Path, run: str = ""):
         import fsspec  # only where there is a store
 
         try:
@@ -46,8 +46,8 @@ class Store:
                 likely="a typo in the scheme, or its package (s3fs, gcsfs, adlfs) is not installed",
                 next="mend it, or pip install the package that is named",
             ) from error
-        self.folder, self.root = folder, f"{root.rstrip('/')}/{folder.resolve().parent.name}"
-        self.url = f"{url.rstrip('/')}/{folder.resolve().parent.name}"
+        run = run or folder.resolve().parent.name
+        self.folder, self.root, self.url = folder, f"{root.rstrip('/')}/{run}", f"{url.rstrip('/')}/{run}"
         self._lock = threading.Lock()
         self._sizes: dict[str, int] | None = None
 
@@ -94,18 +94,10 @@ class Store:
                 self._sizes[file] = (self.folder / file).stat().st_size
 
     def _put(self, file: str) -> None:
-        """Write under another name and move, so that a reader never meets half of a file; an object store's copy is atomic."""
+        """Write one file there. What is not whole is never counted: an object store shows it when it is, and `has` compares its size."""
         target = f"{self.root}/{file}"
-        part = f"{self.root}/.parts/{uuid.uuid4().hex}"
-        self.fs.makedirs(self.fs._parent(part), exist_ok=True)
         self.fs.makedirs(self.fs._parent(target), exist_ok=True)
-        try:
-            self.fs.put_file(str(self.folder / file), part)
-            self.fs.mv(part, target)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.fs.rm(part)
-            raise
+        self.fs.put_file(str(self.folder / file), target)
 
     def digest(self, file: str) -> str:
         """Return the xxh3-128 of a file there, read whole; "" when it is not there."""
@@ -261,4 +253,5 @@ def sending(store: Store | None, ledger: Ledger) -> Iterator[Uploader | None]:
 
 def of_data(folder: Path, about: dict) -> Store | None:
     """Return the store that a data set's hsnb.json names, None when its files are all here."""
-    return Store(about["store"].rpartition("/")[0], folder) if about.get("store") else None
+    url, _, run = about.get("store", "").rpartition("/")
+    return Store(url, folder, run) if url else None
