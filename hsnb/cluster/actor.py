@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from hsnb import paths, probe
-from hsnb.errors import HsnbError, ParamsError
+from hsnb.errors import HsnbError, ParamsError, ServerError
 from hsnb.extract.faults import restart
 from hsnb.params import Deployment
 from hsnb.run import run_notebook
@@ -61,7 +61,7 @@ class ServerActor:
         given = {**parameters, "server_url": self.server.url, "spool": str(self.server.spool)}
         source = paths.project_root() / "notebooks" / f"{notebook}.ipynb"
         result = run_notebook(source, given, cwd=paths.project_root()).as_dict()
-        lost = not result["ok"] and not self.server.running()
+        lost = not result["ok"] and (not self.server.running() or result["error"].startswith(ServerError.__name__))  # gone, or it hangs
         if lost:
             self._revive()
         elif result["ok"]:

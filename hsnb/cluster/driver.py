@@ -23,7 +23,7 @@ from hsnb.cluster.plan import Node, Place, on_place, places
 from hsnb.cluster.queue import Shards
 from hsnb.errors import HsnbError, ParamsError, ServerError
 from hsnb.params import Deployment
-from hsnb.paths import project_root, write_json
+from hsnb.paths import project_root, resolve, write_json
 from hsnb.run import RunResult
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,10 @@ def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence
                 likely="a command made of two others",
                 next=f"leave {name} out: each node starts its own server",
             )
+    parameters = {**parameters}
     known = contract.declared(source) | contract.cell_values(nbformat.read(source, as_version=4), source) | dict(parameters)
     deployment = Deployment.load(known["params"])
+    known["params"] = parameters["params"] = portable(known["params"])
     ray = connect(address)
     try:
         driver = Driver(ray, source, dict(parameters), known, deployment, Shards(shards))
@@ -71,6 +73,12 @@ def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence
         return [driver.result(shard) for shard in shards]
     finally:
         ray.shutdown()
+
+
+def portable(params: str) -> str:
+    """Return a params file as every node finds it: below the project by its place there, which may differ from node to node."""
+    file, root = resolve(params), project_root()
+    return str(file.relative_to(root) if file.is_relative_to(root) else file) if file.is_file() else params
 
 
 def connect(address: str):
@@ -167,11 +175,11 @@ class Driver:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if did == "prepare" and isinstance(cause, HsnbError):  # the data are at fault, on any node
                 raise cause from error
+            log.warning(f"{member.url or member.place.node.address}: {cause}")
             self.drop(member, shard, str(cause))
-            if did != "start" or not isinstance(cause, HsnbError):
-                log.warning(f"{member.url or member.place.node.address}: {cause}")
         except self.ray.exceptions.RayError as error:
-            self.drop(member, shard, f"its node or its process is gone ({type(error).__name__})")
+            last = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+            self.drop(member, shard, f"its node or its process is gone ({type(error).__name__}: {last[:300]})")
         else:
             if did == "start":
                 member.url = answer["url"]
