@@ -7,7 +7,6 @@ its loss means for the shard, is decided here. Everything that was published is 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -90,10 +89,9 @@ def connect(address: str):
         raise ParamsError(
             got=f"--ray without Ray ({error})", expected="the extra ray", likely="an environment for one machine", next="make setup-ray"
         ) from error
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs sees what its shell sees
     try:
-        ray.init(address=address, logging_level="WARNING", log_to_driver=True)
-    except (ConnectionError, ValueError) as error:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+    except (ConnectionError, RuntimeError, ValueError) as error:
         raise ServerError(
             got=f"--ray {address}: {' '.join(str(error).split())[:300]}",
             expected="a Ray cluster that answers",
