@@ -13,7 +13,7 @@ import numpy as np
 
 from hsnb.data import Prepared, prepare
 from hsnb.params import DataParams, Deployment
-from hsnb.report import duration
+from hsnb.report.outcome import duration
 from hsnb.sizes import both
 
 SAMPLES = 32

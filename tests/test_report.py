@@ -311,8 +311,6 @@ def test_a_loop_of_500_leaves_one_output_with_the_last_state():
 
     code = """import time
 from hsnb.progress import Progress
-from hsnb.report.outcome import ERROR_MARKER_TAG, duration
-from hsnb.report.page import WIDGET_VIEW
 with Progress(500, unit="tokens", desc="shard 4") as p:
     for i in range(500):
         p.advance(1, note=f"sample {i}")
