@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -28,14 +29,29 @@ def folder(server):
     return server.deployment.model_path()
 
 
-@pytest.fixture
-def evidence(server, folder):
-    """All that the probe asks, with a prompt as long as the sentence beside it: only values can tell the two apart."""
+@pytest.fixture(scope="module")
+def asked(server, folder, tmp_path_factory):
+    """All that the probe asks, with a prompt as long as the sentence beside it: only values can tell the two apart. And its files as they were."""
     prompts = probe.fixed_prompts(folder)
     twin = tuple(reversed(prompts[1].token_ids))
     gathered = probe.gather(server, [*prompts, probe.Prompt("twin", twin)])
-    yield gathered
+    kept = tmp_path_factory.mktemp("as they were")
+    every = (*gathered.witnesses, gathered.greedy, gathered.batched, gathered.long, *gathered.bystanders)
+    files = {kept / str(n): path for n, path in enumerate(p for w in every for p in (w.dump, w.tap, *w.ranks) if p)}
+    for copy, path in files.items():
+        shutil.copyfile(path, copy)
+    yield gathered, files
     gathered.free()
+
+
+@pytest.fixture
+def evidence(asked):
+    """What was asked, its files undamaged: each test damages them on disk, between server and probe."""
+    gathered, files = asked
+    for copy, path in files.items():
+        shutil.copyfile(copy, path.with_suffix(".back"))
+        os.replace(path.with_suffix(".back"), path)  # not written in place: the test before may still have the old file mapped
+    return gathered
 
 
 def at(boundary: int) -> int:
