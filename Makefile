@@ -60,7 +60,8 @@ TRAINERS ?= .venv-trainers
 setup-trainers: $(TRAINERS)/.ready  ## the real speculators 0.9 and SpecForge 0.2's reader, on a CPU (1.6 GB)
 
 $(TRAINERS)/.ready: PIP = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
-$(TRAINERS)/.ready: requirements/trainers-cpu.txt requirements/torch-cpu.txt pyproject.toml
+# After the first environment, never beside it: two editable installs would write the same hsnb.egg-info at once.
+$(TRAINERS)/.ready: requirements/trainers-cpu.txt requirements/torch-cpu.txt pyproject.toml | $(VENV)/.ready
 	@echo "setup-trainers: speculators and SpecForge in $(@D) (a minute, 1.6 GB, from the package registry)"
 	$(PYTHON) -m venv $(@D)
 	$(PIP) -r requirements/torch-cpu.txt
@@ -91,7 +92,9 @@ demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
 lab: setup  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
-test: setup setup-ray setup-vllm setup-trainers lint  ## everything, real engines and notebooks included
+test:  ## everything, real engines and notebooks included
+	$(MAKE) --jobs=3 setup-ray setup-vllm setup-trainers
+	$(MAKE) lint
 	$(BIN)/python -m pytest
 
 test-fast: setup  ## seconds: no engine, no notebook
