@@ -27,6 +27,7 @@ from pathlib import Path
 from benchmarks import gpu_site
 
 ROOT = gpu_site.ROOT
+ON_REQUEST = ("drafter",)  # needs the demo's weights and speculators, and servers of its own: only when --steps names it
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +63,7 @@ def _without(flag: str, words: list[str]) -> list[str]:
 def steps(plan) -> dict[str, tuple[str, Callable]]:
     """Return {name: (title, step)} in the order in which they run: those of one server together, the speed last."""
     from benchmarks import gpu_checks as checks
+    from benchmarks.gpu_drafter import drafter
     from benchmarks.gpu_speed import speed
 
     one = plan.gpus == 1
@@ -83,6 +85,7 @@ def steps(plan) -> dict[str, tuple[str, Callable]]:
         },
         "chunks": ("In chunks and in one piece", checks.chunked),
         "speed": ("Prefill with and without capture", speed),
+        "drafter": ("EAGLE-3 drafters, trained on states taken here and served here", drafter if one else None),
     }
     return {name: (title, step) for name, (title, step) in given.items() if step}
 
@@ -110,37 +113,57 @@ def run(args: argparse.Namespace) -> int:
     print(f"{about.card} x {args.gpus}, driver {about.driver}; " + ", ".join(f"{k} {v}" for k, v in about.versions.items()), flush=True)
     good = True
 
-    def keep(name: str, done) -> None:
+    def keep(name: str, done, *, quiet: bool = False) -> None:
         nonlocal results
         done = done.model_copy(update={"source": about.versions["hsnb source"]})
         results = results.with_step(key, about, name, done)
         results.write(file)
-        show(name, done)
+        if not quiet:
+            show(name, done)
 
     try:
-        make_models(plan)
+        if set(chosen) - set(ON_REQUEST) or not chosen:
+            make_models(plan)
         if not chosen:
             fleet.begin()
         context = Context(plan, fleet)
         for name, (title, step) in todo.items():
-            if chosen and name not in chosen:
+            if name not in (chosen or [n for n in todo if n not in ON_REQUEST]):
                 continue
+            context.keep = partial(so_far, keep, name, title, time.monotonic(), logs, args.out)
             left = args.limit_s - (time.monotonic() - began)
             fleet.limit_s = min(300.0, left)
-            done = guarded(title, partial(step, context), left)
+            done = guarded(title, partial(step, context), left, context.take_found)
             good = good and done.state == "ok"
             keep(name, done)
     finally:
         fleet.stop_all()
         keep_logs(logs, args.out)
-    done = started(fleet)
-    keep("starts", done)
+    if fleet.tries:
+        done = started(fleet)
+        good = good and done.state == "ok"
+        keep("starts", done)
     print(f"{time.monotonic() - began:.0f} s in all; {file}", flush=True)
-    return 0 if good and done.state == "ok" else 1
+    return 0 if good else 1
 
 
-def guarded(title: str, step: Callable, left_s: float):
-    """Run one step and return its record, whatever becomes of it: a bench that stops at the first fault measures nothing else."""
+def so_far(keep: Callable, name: str, title: str, begun: float, logs: Path, out: Path, figures: list, tables: list) -> None:
+    """Keep what a long step has found until now, and the servers' logs: it stands as failed until the step has ended."""
+    from benchmarks.gpu_results import Step
+
+    seconds = round(time.monotonic() - begun, 1)
+    step = Step(
+        title=title, state="failed", date=now(), seconds=seconds, figures=list(figures), tables=list(tables), error="cut before its end"
+    )
+    keep(name, step, quiet=True)
+    keep_logs(logs, out, quiet=True)
+
+
+def guarded(title: str, step: Callable, left_s: float, found: Callable = lambda: ([], [])):
+    """Run one step and return its record, whatever becomes of it: a bench that stops at the first fault measures nothing else.
+
+    `found`: what it had found when it failed.
+    """
     from benchmarks.gpu_results import Step, said, without_paths
 
     if left_s <= 0:
@@ -150,7 +173,7 @@ def guarded(title: str, step: Callable, left_s: float):
         figures, tables = step()
     except Exception as failure:
         print("\n".join([said(failure), *getattr(failure, "__notes__", [])]), file=sys.stderr, flush=True)
-        error = without_paths(said(failure))
+        error, (figures, tables) = without_paths(said(failure)), found()
     state = "failed" if error else "ok" if all(f.ok for f in figures) else "off"
     seconds = round(time.monotonic() - before, 1)
     return Step(title=title, state=state, date=now(), seconds=seconds, figures=figures, tables=tables, error=error)
@@ -182,10 +205,11 @@ def make_models(plan) -> None:
     model_folder(plan.deepseek)
 
 
-def keep_logs(logs: Path, out: Path) -> None:
+def keep_logs(logs: Path, out: Path, *, quiet: bool = False) -> None:
     """Put the servers' logs into one file beside the results, when those are not the published ones."""
     if out.resolve() == ROOT / "docs":
-        print(f"the servers' logs: {logs}")
+        if not quiet:
+            print(f"the servers' logs: {logs}")
         return
     with open(out / "servers.log", "w") as whole:
         for log in sorted(logs.rglob("*.log")):

@@ -6,6 +6,7 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -32,6 +33,18 @@ class Context:
     plan: Plan
     fleet: Fleet
     kept: dict = field(default_factory=dict)
+    keep: Callable = lambda figures, tables: None
+    _found: Found = ([], [])
+
+    def tell(self, figures: list[Figure], tables: list[Table]) -> None:
+        """Keep what a step has found so far: a run that is cut, or a step that fails, has it all the same."""
+        self._found = (list(figures), list(tables))
+        self.keep(*self._found)
+
+    def take_found(self) -> Found:
+        """Return what the last step told, once."""
+        found, self._found = self._found, ([], [])
+        return found
 
     @property
     def lengths(self) -> tuple[int, ...]:

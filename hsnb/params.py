@@ -154,11 +154,9 @@ class Deployment(_Strict):
 
     def model_path(self) -> Path:
         """Return the model's folder; `demo:` models are made in the cache when they are not there yet."""
-        if self.model.startswith("demo:"):
-            from hsnb.demo import model_folder
+        from hsnb.demo import model_at
 
-            return model_folder(self.model.removeprefix("demo:"))
-        return resolve(self.model)
+        return model_at(self.model)
 
     def model_config_json(self) -> dict:
         """Return the model's config.json. Raises ModelError when the folder has none."""

@@ -371,6 +371,24 @@ def test_a_disk_that_gives_other_bytes_back_is_noticed_before_the_file_has_its_n
     assert not list((tmp_path / "out").rglob("*.ckpt")) and not list((tmp_path / "out").rglob(".*.tmp"))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_are_not_copied(bad, model, tmp_path):
+    made = samples()
+    made[1][2][3, -1, 5] = bad
+    write_speculators(tmp_path / "src", made, META)
+    with pytest.raises(DumpError, match=r"hs_1\.safetensors: 1 of 9 rows of column final are NaN or infinite"):
+        export(tmp_path / "src", tmp_path / "out", "specforge", model=model)
+    assert len(list((tmp_path / "out").rglob("*.ckpt"))) == 1  # the sample before it
+
+
+def test_a_demo_model_is_named_as_everywhere(source, model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hsnb.demo.model_folder", lambda name: {"mine": model}[name])
+    assert main(["training", str(source), "--model", "demo:mine"]) == 0
+    assert str(model) in capsys.readouterr().out
+    assert main(["export", str(source), str(tmp_path / "out"), "--layout", "deepspec", "--model", "demo:mine"]) == 0
+    assert json.loads((tmp_path / "out" / "hsnb.json").read_text())["model"] == str(model)
+
+
 def test_float32_states_are_normed_before_they_are_rounded(model, tmp_path):
     rng = torch.Generator().manual_seed(5)
     states = torch.randn(8, AUX + 1, H, generator=rng)

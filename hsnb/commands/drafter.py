@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from hsnb.demo import model_at
 from hsnb.drafter.config import ENGINES, fed, read_drafter
 from hsnb.errors import BoundaryError
 from hsnb.params import read_config
@@ -60,7 +61,7 @@ def _action(actions, name: str, help: str) -> argparse.ArgumentParser:
 
 def _about(parser: argparse.ArgumentParser, *, states: bool = True) -> None:
     """Add the options that say what a drafter was trained on and for."""
-    parser.add_argument("--target", type=Path, metavar="DIR", help="the target model's folder (default: the states' own)")
+    parser.add_argument("--target", type=model_at, metavar="DIR", help="the target model's folder, or demo:NAME (default: the states' own)")
     parser.add_argument("--boundaries", type=int, nargs="+", default=[], metavar="K", help="the boundaries it was trained on")
     if states:
         parser.add_argument("--states", type=Path, metavar="DIR", help="the folder it was trained on: its hsnb.json names both")

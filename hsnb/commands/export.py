@@ -13,7 +13,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", help="where to write; a killed export goes on when it is started again")
     parser.add_argument("--layout", required=True, choices=list(WRITTEN), help="the trainer's layout")
     parser.add_argument("--boundaries", type=int, nargs="+", metavar="K", help="some of the captured boundaries (default: all)")
-    parser.add_argument("--model", default="", metavar="DIR", help="the checkpoint's folder, where SRC does not name it")
+    parser.add_argument("--model", default="", metavar="DIR", help="the checkpoint's folder or demo:NAME, where SRC does not name it")
     parser.add_argument("--vocab", type=int, default=0, metavar="N", help="also write a draft vocabulary of the N most frequent tokens")
     parser.add_argument(
         "--from-boundaries", type=int, nargs="+", metavar="K", help="SRC's boundaries, in its columns' order, where it does not say"

@@ -9,7 +9,7 @@ from typing import Any
 from hsnb.divergence.identify import identify
 from hsnb.drafter.config import ENGINES, Fed, fed
 from hsnb.errors import HsnbError, ParamsError
-from hsnb.params import read_config, resolve
+from hsnb.params import read_config
 from hsnb.trainers import open_folder
 
 
@@ -48,11 +48,9 @@ def _model(args: argparse.Namespace) -> Path:
             likely="a folder that does not say whose states it holds",
             next="--model DIR",
         )
-    if name.startswith("demo:"):
-        from hsnb.demo import model_folder
+    from hsnb.demo import model_at
 
-        return model_folder(name.removeprefix("demo:"))
-    return resolve(name)
+    return model_at(name)
 
 
 def _add_drafter(answer: dict[str, Any], args: argparse.Namespace, model: Path, found) -> None:

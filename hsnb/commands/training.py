@@ -8,7 +8,9 @@ from typing import Any
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a folder that was extracted or exported, e.g. outputs/RUN/data")
-    parser.add_argument("--model", default="", metavar="DIR", help="the checkpoint's folder, where the folder does not name it")
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="the checkpoint's folder or demo:NAME, where the folder does not name it"
+    )
     parser.add_argument("--vocab", type=int, default=0, metavar="N", help="write a draft vocabulary of the N most frequent tokens")
 
 

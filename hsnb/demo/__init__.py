@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsnb.errors import ModelError
-from hsnb.paths import cache_dir
+from hsnb.paths import cache_dir, resolve
 
-__all__ = ["MAKERS", "Maker", "exclusive", "model_folder", "model_names", "quiet_transformers"]
+__all__ = ["MAKERS", "Maker", "exclusive", "model_at", "model_folder", "model_names", "quiet_transformers"]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,12 @@ def model_folder(name: str) -> Path:
         with exclusive(root / f"{maker.names[0]}-v{maker.version}"):
             _make(maker, {each: folder for each, folder in folders.items() if not folder.is_dir()})
     return folders[name]
+
+
+def model_at(name: str | Path) -> Path:
+    """Return the folder that a command line names: demo:NAME, made on first use, or a path. Raises what model_folder does."""
+    text = str(name)
+    return model_folder(text.removeprefix("demo:")) if text.startswith("demo:") else resolve(text)
 
 
 def _make(maker: Maker, missing: dict[str, Path]) -> None:

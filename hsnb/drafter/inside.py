@@ -3,6 +3,9 @@
 Opt-in by SGLANG_HS_DRAFTER_DIR (unset: no trace); no state is captured, nothing the server computes is touched. Hooked, and read
 in SGLang 0.5.17, 0.5.20 and 0.5.23: ModelRunner.init_attention_backends of the target, after which its layers_to_capture are set,
 and ModelRunner.load_model of the draft, after which its weights are loaded: SGLang skips names that it does not know in silence.
+
+With SGLANG_HS_DRAFTER_WAIT=SECONDS the draft's load first waits for its weights: a server may start, import and load its target
+while the drafter that it is going to serve (its config.json is there) is still being trained.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 log = logging.getLogger("sglang.hsnb")
 VARIABLE = "SGLANG_HS_DRAFTER_DIR"
+WAIT = "SGLANG_HS_DRAFTER_WAIT"
 _LOADED = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 _BACKENDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
 
@@ -34,8 +39,19 @@ def register_hooks() -> None:
 
         return after
 
+    if wait_s := float(os.environ.get(WAIT) or 0):
+        HookRegistry.register(_LOADED, lambda runner, *args, **kwargs: _wait_for_weights(runner, wait_s), HookType.BEFORE)
     HookRegistry.register(_LOADED, guarded(_tell_draft), HookType.AFTER)
     HookRegistry.register(_BACKENDS, guarded(_tell_target), HookType.AFTER)
+
+
+def _wait_for_weights(runner, wait_s: float) -> None:
+    """Return when the draft's folder has a safetensors file. Raises TimeoutError after `wait_s` seconds, which ends the server."""
+    folder, begin = Path(runner.model_config.model_path), time.monotonic()
+    while runner.is_draft_worker and not any(folder.glob("*.safetensors")):
+        if time.monotonic() - begin > wait_s:
+            raise TimeoutError(f"no *.safetensors in {folder} within {wait_s:g} s ({WAIT})")
+        time.sleep(0.1)
 
 
 def _tell_target(folder: Path, runner) -> None:

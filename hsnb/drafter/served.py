@@ -18,7 +18,7 @@ from hsnb.checks import Check
 from hsnb.drafter.accept import STEPS, Acceptance
 from hsnb.drafter.config import read_drafter
 from hsnb.drafter.convert import LAYER, read_tensors
-from hsnb.drafter.inside import VARIABLE
+from hsnb.drafter.inside import VARIABLE, WAIT
 from hsnb.drafter.states import StatesFolder
 from hsnb.errors import CaptureError, DataError, ServerError
 from hsnb.params import Deployment
@@ -30,11 +30,11 @@ IN_FLIGHT = 6  # requests; a CPU server runs eight at once
 _SUM_BAR = 1e-5  # relative: sums of |w| in float64 of the same numbers; another order of adding them
 
 
-def serve_with(deployment: Deployment, flags: dict, report: Path, **options) -> Server:
+def serve_with(deployment: Deployment, flags: dict, report: Path, *, wait_s: float = 0.0, **options) -> Server:
     """Start a server with a drafter's `flags` (`Converted.flags`) that writes what it feeds the drafter to `report`.
 
-    No states are captured by it. On a CPU it runs without the overlap scheduler, which speculation does not know there. Raises
-    what Server.start does.
+    No states are captured by it. On a CPU it runs without the overlap scheduler, which speculation does not know there. `wait_s`:
+    how long it may wait for the drafter's weights, whose config.json has to be there. Raises what Server.start does.
     """
     report.mkdir(parents=True, exist_ok=True)
     for old in report.glob("*-*.json"):
@@ -43,7 +43,8 @@ def serve_with(deployment: Deployment, flags: dict, report: Path, **options) -> 
     merged = {**deployment.server.flags, **more, **flags, "decode-log-interval": 1}
     server = deployment.server.model_copy(update={"flags": merged})
     with_drafter = deployment.model_copy(update={"server": server})
-    return Server.start(with_drafter, capture=False, extra_env={VARIABLE: str(report)}, **options)
+    more_env = {VARIABLE: str(report), **({WAIT: str(wait_s)} if wait_s else {})}
+    return Server.start(with_drafter, capture=False, extra_env=more_env, **options)
 
 
 def read_back(report: Path) -> tuple[dict, dict]:
@@ -99,11 +100,13 @@ def require_served(report: Path, drafter: Path, boundaries: Sequence[int]) -> li
     return checks
 
 
-def count(server: Server, states: StatesFolder, *, steps: int = STEPS, limit: int = 0) -> tuple[Acceptance, int]:
+def count(
+    server: Server, states: StatesFolder, *, steps: int = STEPS, limit: int = 0, in_flight: int = IN_FLIGHT
+) -> tuple[Acceptance, int]:
     """Send the prompts of `states` to a server with a drafter; return (what it accepted, answers that equal the stored ones).
 
-    Each is asked for its stored answer's length less `steps` tokens: what `hsnb.drafter.accept` predicts for. Some are in flight at
-    once, which a CPU verifies for little more than one. Raises ServerError when the server does not speculate, DataError for an
+    Each is asked for its stored answer's length less `steps` tokens: what `hsnb.drafter.accept` predicts for. `in_flight` of them at
+    once: a CPU verifies some for little more than one. Raises ServerError when the server does not speculate, DataError for an
     empty folder.
     """
     rows, run = states.rows[: limit or None], uuid.uuid4().hex[:8]
@@ -114,7 +117,7 @@ def count(server: Server, states: StatesFolder, *, steps: int = STEPS, limit: in
             likely="an empty folder",
             next="name another folder",
         )
-    with server.client() as client, ThreadPoolExecutor(IN_FLIGHT) as pool, Progress(len(rows), unit="answers", desc="served") as seen:
+    with server.client() as client, ThreadPoolExecutor(in_flight) as pool, Progress(len(rows), unit="answers", desc="served") as seen:
 
         def ask(row: int) -> tuple[list[int], bool, int]:
             ids, mask, _ = states.read(row)

@@ -141,7 +141,7 @@ def take(server, samples: Sequence[Sample], out: Path) -> StatesFolder:
     """
     armed, run = server.armed[0], uuid.uuid4().hex[:8]
     shutil.rmtree(out, ignore_errors=True)
-    _write_table(out, samples)
+    write_table(out, samples)
     SPECULATORS.begin(out, range(len(samples)))
     with server.client() as client, ThreadPoolExecutor(IN_FLIGHT) as pool, Progress(len(samples), unit="samples", desc="states") as seen:
 
@@ -198,7 +198,8 @@ def choose(
     return open_states(out)
 
 
-def _write_table(out: Path, samples: Sequence[Sample]) -> None:
+def write_table(out: Path, samples: Sequence[Sample]) -> None:
+    """Write the Arrow data set and token_freq.pt of `samples` to `out`, which must not exist: the answers are under the mask."""
     out.mkdir(parents=True)
     rows = [(torch.tensor(s.ids), torch.tensor([0] * len(s.prompt) + [1] * len(s.answer))) for s in samples]
     _write_rows(out, rows)

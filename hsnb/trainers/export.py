@@ -138,6 +138,14 @@ def _sample(folder: TrainingFolder, row: int, aux: int, width: int, writing: Lay
             likely="another model, or files of two extractions in one folder",
             next="name the model with --model, or move the other files away",
         )
+    for name, column in zip([*map(str, range(aux)), "final"], sample.columns, strict=True):
+        if bad := int((~torch.isfinite(column).all(-1)).sum()):
+            raise DumpError(
+                got=f"{folder.path / sample.name}: {bad} of {len(column)} rows of column {name} are NaN or infinite",
+                expected="finite states",
+                likely="a float16 file whose bfloat16 values did not fit, or a broken forward pass of the tool that wrote it",
+                next="make these states again, or leave the sample out",
+            )
     lacking = "token ids" if sample.token_ids is None else "loss mask" if sample.loss_mask is None and writing.mask != "optional" else ""
     if lacking:
         raise DataError(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hsnb.boundaries import FINAL_STATES, check_boundaries, model_family, text_config, to_boundaries
+from hsnb.demo import model_at
 from hsnb.dumps import UNKNOWN
 from hsnb.errors import BoundaryError, ParamsError
 from hsnb.params import num_layers, read_config
@@ -18,14 +19,15 @@ def about_source(folder: TrainingFolder, model: str | Path | None, stated: tuple
     """Return boundaries, final, model, num_layers, hidden_size of a source. Raises BoundaryError for what it does not say."""
     claims = folder.claims
     model = model or claims.get("model")
-    if not model or not Path(model).is_dir():
+    model = model_at(model) if model else None
+    if not model or not model.is_dir():
         raise ParamsError(
             got=f"model {str(model)!r}" if model else "no model",
             expected="the folder of the checkpoint that the states are of",
             likely="the states were made on another machine, or the folder does not name it",
             next="--model DIR",
         )
-    config = read_config(Path(model))
+    config = read_config(model)
     layers, family = num_layers(config), model_family(config)
     said, final = claims["boundaries"], claims["final"]
     if said == UNKNOWN and "ids" in claims:
