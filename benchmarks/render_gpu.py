@@ -15,8 +15,9 @@ HEAD = """# Seen on GPUs
 
 Written by `make gpu` out of [gpu-results.json](gpu-results.json); no figure is typed by hand. Two models are random and made on
 the machine: one of Kimi's depth and width (a mixture of experts with latent attention, narrow elsewhere), and a dense Llama whose
-every layer moves the residual stream by a fifth. The drafters' target is SmolLM2-135M-Instruct (`--steps drafter`). "pass" means that the figure meets its bar, "OFF" that it does not; a figure
-without a bar is reported, not judged. Medians are over tokens without the first, whose norm can hide all others.
+every layer moves the residual stream by a fifth. The drafters' target is SmolLM2-135M-Instruct (`--steps drafter`). "pass" means
+that the figure meets its bar, "OFF" that it does not; a figure without a bar is reported, not judged. Medians are over tokens
+without the first, whose norm can hide all others.
 """
 TAIL = """## What this does not prove
 
