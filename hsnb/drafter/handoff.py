@@ -16,6 +16,7 @@ from pathlib import Path
 from hsnb.boundaries import late, telling_boundaries
 from hsnb.checks import Check
 from hsnb.drafter.accept import Acceptance, accept
+from hsnb.drafter.other import VLLM, take_vllm
 from hsnb.drafter.states import Sample, StatesFolder, choose, open_states
 from hsnb.drafter.train import Driver, Recipe, Training, train
 from hsnb.errors import DataError, ParamsError
@@ -33,7 +34,7 @@ class Variant:
     aux: tuple[int, ...]
     served: tuple[int, ...]
     normed: bool = False  # norm(B_L) stored where B_L belongs
-    folder: str = ""  # states of another engine, instead of this one's
+    folder: str = ""  # states of another engine, instead of this one's; "vllm": taken for this comparison
 
 
 def variants(num_layers: int, boundaries: Sequence[int], other: str = "") -> dict[str, Variant]:
@@ -195,7 +196,8 @@ def compare(
     """Train a drafter for every comparison and seed, within `minutes` in all, and judge each on the served states of `held_out`.
 
     Folders of chosen columns are written below `out`, drafters to {out}/{name}-seed{n}. A variant of another engine is trained on
-    the rows of `samples` in its own folder. Raises ParamsError when a training would get less than two seconds.
+    the rows of `samples` in its own folder, or, for "vllm", on what vLLM gives for `samples` now (a minute and more).
+    Raises ParamsError when a training would get less than two seconds.
     """
     each = minutes * 60 / (len(wanted) * seeds)
     if each < 2:
@@ -230,6 +232,8 @@ def _states(
     check = choose(held_out, out / "validation", variant.aux, normed=variant.normed)
     if not variant.folder:
         return choose(training_states, out / "train", variant.aux, normed=variant.normed), check
+    if variant.folder == VLLM:
+        return take_vllm(samples, out / "train", variant.aux, training_states.model), check
     labelled = (Path(variant.folder) / "hsnb.json").is_file()
     other = open_states(variant.folder, boundaries=() if labelled else variant.aux, model=training_states.model)
     rows, lengths = [s.row for s in samples], [len(s.ids) for s in samples]

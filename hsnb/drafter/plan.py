@@ -8,6 +8,7 @@ from typing import Any
 
 from hsnb.boundaries import default_boundaries
 from hsnb.drafter.handoff import Variant, needed, variants
+from hsnb.drafter.other import VLLM
 from hsnb.drafter.states import Sample, StatesFolder, greedy_answers, open_states, take
 from hsnb.drafter.texts import pick
 from hsnb.drafter.train import trainers_python
@@ -62,7 +63,8 @@ class Plan:
 
 
 def plan(p, deployment: Deployment) -> Plan:
-    """Settle what the notebook's parameters mean. `p.data`: a folder, or two joined by a comma, the second another engine's.
+    """Settle what the notebook's parameters mean. `p.data`: a folder, or two joined by a comma, the second another engine's
+    (or "vllm": taken from vLLM for the very samples that are trained on).
 
     Raises ParamsError for a trainer that cannot run here or is not installed, DataError for a folder that is no extraction,
     BoundaryError for boundaries that have no later ones.
@@ -72,13 +74,13 @@ def plan(p, deployment: Deployment) -> Plan:
             got=f"trainer is {p.trainer!r}",
             expected="speculators",
             likely="SpecForge 0.2 trains on an accelerator only, and is not driven from here",
-            next="-p trainer speculators, or train with SpecForge's own command on a folder written with layout specforge",
+            next="-p trainer speculators; for SpecForge: hsnb training DIR prints its command, on a folder written with layout specforge",
         )
     trainers_python()
     ours, _, other = p.data.partition(",")
     extracted = open_states(resolve(ours) if ours else run_dir(p.run) / "data")
     real = extracted.boundaries or default_boundaries(extracted.num_layers)
-    wanted = variants(extracted.num_layers, real, str(resolve(other)) if other else "")
+    wanted = variants(extracted.num_layers, real, (VLLM if other == VLLM else str(resolve(other))) if other else "")
     capture = deployment.capture.model_copy(update={"boundaries": list(needed(wanted)), "final": "pre"})
     server = deployment.server
     if resolve_device(server.device) == "cpu":
