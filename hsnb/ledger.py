@@ -3,6 +3,7 @@
 A sample counts when it is entered here, not when a file exists. Its file is staged whole first, then the move to its name is
 noted (`note_moves`), made, and entered (`enter`): whoever finds a noted move of a killed writer can tell by the checksum
 whether it was made. Each writer's entries are also exported as parquet beside the data, for readers on other machines.
+Where writers differ about a sample, what was said last counts: it is entered, or it is owed.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
 import xxhash
 
 from hsnb.errors import ExtractError
-from hsnb.paths import cache_dir
+from hsnb.paths import cache_dir, on_network
 
 FORMAT = 2
 BATCH = 2000  # rows that an export holds at a time
 FOLDER = "ledger"  # in the data set's folder
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs", "wekafs"}
+REDO = "redo"  # the name of the ledger of what is done again, and of what was found damaged in another writer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,14 @@ class Entry:
     finished: str
 
 
+class Owed(NamedTuple):
+    """Why a sample is owed: in words, after how many tries, and since when (ISO 8601, UTC)."""
+
+    error: str
+    attempt: int
+    at: str
+
+
 _COLUMNS = [f.name for f in fields(Entry)]
 _TYPES = {"int": "INTEGER", "float": "REAL", "str": "TEXT"}
 _ROW = f"({', '.join(f'{f.name} {_TYPES[f.type]}' for f in fields(Entry))}, PRIMARY KEY (row))"
@@ -59,6 +68,7 @@ CREATE TABLE IF NOT EXISTS moving {_ROW};
 CREATE TABLE IF NOT EXISTS failed (row INTEGER PRIMARY KEY, error TEXT, attempt INTEGER, at TEXT);
 PRAGMA user_version = {FORMAT};
 """
+_OWED = "SELECT row, error, attempt, at FROM failed"
 _INSERT = f"VALUES ({','.join('?' * len(_COLUMNS))})"
 
 
@@ -68,9 +78,7 @@ def home(folder: Path) -> Path:
     sqlite's locks and its shared memory do not work over a network; the parquet exports are always in `folder`/ledger.
     """
     folder = folder.resolve()
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
-    kind = max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
-    if kind in _NETWORK or kind.startswith("fuse."):
+    if on_network(folder):
         return cache_dir() / "ledgers" / xxhash.xxh3_64_hexdigest(str(folder).encode())
     return folder / FOLDER
 
@@ -132,12 +140,12 @@ class Ledger:
         """Return this writer's own entries."""
         return {values[0]: Entry(*values) for values in self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")}
 
-    def failed(self) -> dict[int, str]:
-        """Return the rows that this writer owes, with the moment each was noted (ISO 8601, UTC)."""
-        return dict(self._db.execute("SELECT row, at FROM failed"))
+    def failed(self) -> dict[int, Owed]:
+        """Return what this writer owes."""
+        return {row: Owed(*why) for row, *why in self._db.execute(_OWED)}
 
     def export(self, folder: Path) -> Path:
-        """Write the entries as `folder`/{name}.parquet, the fingerprint in its metadata, and return the file."""
+        """Write the entries as `folder`/{name}.parquet, fingerprint and owed samples in its metadata."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -146,7 +154,9 @@ class Ledger:
         target = folder / f"{self.path.stem}.parquet"
         temporary = target.with_name(f".{target.name}.tmp")  # one writer: the lock is held
         with self._mutex:
-            schema = pa.schema([(f.name, kinds[f.type]) for f in fields(Entry)], metadata=dict(self._db.execute("SELECT * FROM meta")))
+            failed = json.dumps([[row, *why] for row, why in self.failed().items()])
+            meta = dict(self._db.execute("SELECT * FROM meta")) | {"failed": failed}
+            schema = pa.schema([(f.name, kinds[f.type]) for f in fields(Entry)], metadata=meta)
             rows = self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done ORDER BY row")
             with pq.ParquetWriter(temporary, schema) as file:
                 while part := rows.fetchmany(BATCH):
@@ -177,27 +187,36 @@ def take_lock(path: Path):
 
 
 def read_ledgers(data: Path, fingerprint: dict | None = None) -> dict[int, Entry]:
-    """Return what all ledgers of the data set in `data` say is done, by row, so that the number of shards may change between runs.
+    """Return what is done, by row, by all ledgers of the data set. Raises ExtractError naming what is not `fingerprint`'s in one of them."""
+    return _standing(data, fingerprint)[0]
 
-    With `fingerprint`, raises ExtractError when one of them was written for other data, another model or other settings,
-    naming what changed.
-    """
+
+def read_failed(data: Path, done: Container[int] = ()) -> dict[int, str]:
+    """Return the samples that are owed, with the reason, without those that are `done` by what the caller knows."""
+    return {row: why.error for row, why in _standing(data)[1].items() if row not in done}
+
+
+def settle(done: dict[int, Entry], owed: dict[int, Owed], entries: dict[int, Entry], failed: dict[int, Owed]) -> None:
+    """Bring `done` and `owed` up to date with what one more writer says: the last word on a sample counts, "owed" among equals."""
+    for row, entry in entries.items():
+        if (row not in done or entry.finished >= done[row].finished) and (row not in owed or entry.finished > owed[row].at):
+            done[row] = entry
+            owed.pop(row, None)
+    for row, why in failed.items():
+        if (row not in done or why.at >= done[row].finished) and (row not in owed or why.at >= owed[row].at):
+            owed[row] = why
+            done.pop(row, None)
+
+
+def _standing(data: Path, fingerprint: dict | None = None) -> tuple[dict[int, Entry], dict[int, Owed]]:
+    """Return what is done and what is owed by all ledgers together."""
     done: dict[int, Entry] = {}
-    for _, before, entries, _ in _read_all(data):
-        if fingerprint is not None and before is not None:
+    owed: dict[int, Owed] = {}
+    for before, entries, failed in _read_all(data):
+        if fingerprint is not None:
             check_fingerprint(data, before, fingerprint)
-        done |= {r: e for r, e in entries.items() if r not in done or e.finished >= done[r].finished}  # a redone sample's newest one
-    return done
-
-
-def read_failed(data: Path, done: Container[int] | None = None) -> dict[int, str]:
-    """Return the samples that are owed, with the reason, without those that are `done` (none given: entered by any writer)."""
-    failed: dict[int, str] = {}
-    entered: set[int] = set()
-    for _, _, entries, owed in _read_all(data):
-        failed |= owed
-        entered |= entries.keys()
-    return {row: why for row, why in failed.items() if row not in (entered if done is None else done)}
+        settle(done, owed, entries, failed)
+    return done, owed
 
 
 def files(data: Path) -> list[Path]:
@@ -217,24 +236,23 @@ def check_fingerprint(data: Path, before: dict, now: dict) -> None:
         )
 
 
-def _read_all(data: Path) -> Iterator[tuple[str, dict | None, dict[int, Entry], dict[int, str]]]:
-    """Yield (writer's name, fingerprint, entries, owed) of every writer: its export, brought up to date by its sqlite file."""
-    exports = {p.stem: p for p in sorted((data / FOLDER).glob("*.parquet"))}
-    here = {p.stem: p for p in files(data)}
-    for stem in sorted({*exports, *here}):
-        before, entries, owed = read_export(exports[stem]) if stem in exports else (None, {}, {})
-        if stem in here:
-            with _reading(here[stem]) as db:
-                if db is not None:
-                    before = json.loads(db.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()[0])
-                    owed = dict(db.execute("SELECT row, error FROM failed"))
-                    entries = {r: e for r, e in entries.items() if r not in owed}
-                    entries |= {v[0]: Entry(*v) for v in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")}
-        yield stem, before, entries, owed
+def _read_all(data: Path) -> Iterator[tuple[dict, dict[int, Entry], dict[int, Owed]]]:
+    """Yield (fingerprint, entries, owed) of every export and sqlite file; of one name either may be the newer, made on another machine."""
+    for path in sorted((data / FOLDER).glob("*.parquet")):
+        yield read_export(path)
+    for path in files(data):
+        with _reading(path) as db:
+            if db is not None:
+                before = db.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()[0]
+                yield (
+                    json.loads(before),
+                    {v[0]: Entry(*v) for v in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")},
+                    {r: Owed(*w) for r, *w in db.execute(_OWED)},
+                )
 
 
-def read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, str]]:
-    """Return (fingerprint, entries, nothing owed) of a parquet export. Raises ExtractError for a damaged one."""
+def read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, Owed]]:
+    """Return (fingerprint, entries, owed) of a parquet export. Raises ExtractError for a damaged one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -242,9 +260,10 @@ def read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, str]]:
         table = pq.read_table(path)
         fingerprint = json.loads(table.schema.metadata[b"fingerprint"])
         entries = {row["row"]: Entry(**row) for row in table.select(_COLUMNS).to_pylist()}
+        failed = {row: Owed(*why) for row, *why in json.loads(table.schema.metadata.get(b"failed", b"[]"))}
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
-    return fingerprint, entries, {}
+    return fingerprint, entries, failed
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from hsnb.errors import ParamsError, ServerError
 
 SPOOL_ROOT = Path("/dev/shm/hsnb")
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs", "wekafs"}
 
 
 def project_root(start: Path | None = None) -> Path:
@@ -71,6 +72,15 @@ def run_dir(run: str, *, make: bool = True) -> Path:
             next="make it writable, or set HSNB_ROOT to a copy of the project",
         ) from error
     return folder
+
+
+def on_network(folder: Path) -> bool:
+    """Say whether `folder` is on a file system that other machines share."""
+    import psutil
+
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
+    kind = max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
+    return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def default_spool(port: int) -> Path:

@@ -21,7 +21,7 @@ import stamina
 import xxhash
 
 from hsnb.errors import ExtractError, ParamsError
-from hsnb.ledger import FOLDER, Entry, Ledger, read_export
+from hsnb.ledger import FOLDER, Entry, Ledger, read_export, settle
 
 log = logging.getLogger(__name__)
 TRIES = 5  # at one file, with growing pauses: a store that is busy, a network that blinks
@@ -163,20 +163,23 @@ class Store:
 
 
 def adopt(ledger: Ledger, folder: Path) -> int:
-    """Enter in `ledger` what this writer's name had entered elsewhere, from its exports in `folder`; return how many.
+    """Take over what this writer's name said elsewhere, from its exports in `folder`; return how many entries.
 
-    A shard goes on at another machine than the one it was begun on, whose sqlite file is not here: its entries would be gone
-    with the next export. A sample that was found damaged or failed later than it was entered stays owed.
+    A shard goes on at another machine than the one it was begun on, whose sqlite file is not here: what it says would be gone
+    with the next export, which has the same name. Of an entry and a failure of the same sample the later one counts. Nothing is
+    verified here: a run counts an entry only when its file is there with its size, and `hsnb verify` reads it.
     """
     have, failed = ledger.done(), ledger.failed()
-    news = {}
+    done, owed = dict(have), dict(failed)
     for path in (folder / FOLDER / f"{ledger.path.stem}{end}.parquet" for end in ("", OTHERS)):
-        for row, entry in (read_export(path)[1] if path.is_file() else {}).items():
-            known = news.get(row) or have.get(row)
-            if (known is None or entry.finished > known.finished) and failed.get(row, "") < entry.finished:
-                news[row] = entry
+        if path.is_file():
+            settle(done, owed, *read_export(path)[1:])
+    for row, why in owed.items():
+        if failed.get(row) != why:
+            ledger.fail(row, *why)
+    news = [entry for row, entry in done.items() if have.get(row) != entry]
     if news:
-        ledger.enter(news.values())
+        ledger.enter(news)
     return len(news)
 
 

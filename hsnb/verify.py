@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -18,8 +19,8 @@ from hsnb.data import Prepared, load_prepared
 from hsnb.errors import DumpError, ExtractError
 from hsnb.extract.output import ASIDE, STAGING, checksum, export
 from hsnb.extract.publish import ids_hash
-from hsnb.ledger import FOLDER, Entry, Ledger, files, read_failed, read_ledgers
-from hsnb.storage import OTHERS, Store, of_data
+from hsnb.ledger import REDO, Entry, Ledger, files, home, read_failed, read_ledgers
+from hsnb.storage import Store, adopt, of_data
 from hsnb.trainers import layout as find_layout
 
 
@@ -79,20 +80,14 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
     """Read every entered file of the data set in `folder` and compare it with its entry, the data and what states can be.
 
     A damaged sample's entry is withdrawn, so that it is owed, unless `keep`. `progress(done, all)` after each file.
-    Raises DataError for a folder that hsnb did not prepare, ExtractError for one without ledgers.
+    Raises DataError for a folder that hsnb did not prepare, ExtractError for one where nothing was extracted, or with another run's ledger.
     """
     data = load_prepared(folder)
-    try:
-        about = json.loads((data.path / "hsnb.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ExtractError(
-            got=f"{data.path}/hsnb.json: {error}",
-            expected="what an extraction writes first",
-            likely="nothing was extracted here yet",
-            next="hsnb run 03_extract",
-        ) from error
-    entries = read_ledgers(data.path)
+    about = about_states(data)
     table, store = data.dataset(), of_data(data.path, about)
+    if store is not None:
+        store.fetch_ledgers()
+    entries = read_ledgers(data.path, about["fingerprint"])
 
     def check(entry: Entry) -> tuple[int, str]:
         token_ids = table[entry.row]["input_ids"]
@@ -109,9 +104,10 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
             if progress:
                 progress(n, len(entries))
     ok = {int(r) for r in data.ok.nonzero()[0]}
-    withdrawn = bool(damaged) and not keep and withdraw(data, damaged)
-    if withdrawn and store is not None:
-        take_off(store, [entries[row].file for row in damaged])
+    withdrawn = bool(damaged) and not keep and withdraw(data, about["fingerprint"], damaged, store)
+    if withdrawn and store is not None:  # after the ledgers that say so: whoever goes on elsewhere owes them too
+        for row in damaged:
+            store.remove(entries[row].file)
     owed = read_failed(data.path, entries.keys() - damaged.keys()) | damaged
     return Verified(
         data.path,
@@ -121,7 +117,7 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
         damaged,
         owed,
         len(ok - entries.keys() - owed.keys()),
-        foreign_files(data.path, about["layout"], entries),
+        foreign_files(data.path, about["layout"], entries, store),
         withdrawn,
         datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -152,39 +148,64 @@ def damage(folder: Path, entry: Entry, about: dict, token_ids: torch.Tensor, cop
     return "; ".join(found)
 
 
-def foreign_files(folder: Path, layout: str, entries: dict[int, Entry]) -> list[str]:
-    """Return the files in the folders of states that no ledger has entered, and what killed writers left; relative, sorted."""
+def foreign_files(folder: Path, layout: str, entries: dict[int, Entry], store: Store | None = None) -> list[str]:
+    """Return the files in the folders of states that no ledger has entered, and what killed writers left; relative, sorted.
+
+    Those at the store have its URL before their name.
+    """
     known = {e.file for e in entries.values()}
     places = {str(Path(find_layout(layout).sample_file(0)).parent), *(str(Path(f).parent) for f in known)}
     found = [str(p.relative_to(folder)) for place in places for p in (folder / place).rglob("*") if p.is_file()]
     found += [str(p.relative_to(folder)) for p in (folder / STAGING).rglob("*") if p.is_file()]
-    return sorted({f for f in found if f not in known and not f.startswith(f"{ASIDE}/")})
+    found = sorted({f for f in found if f not in known and not f.startswith(f"{ASIDE}/")})
+    there = sorted(f for f in (store.sizes() if store else ()) if f not in known and any(Path(f).is_relative_to(p) for p in places))
+    return found + [f"{store.url}/{f}" for f in there]
 
 
-def withdraw(data: Prepared, damaged: dict[int, str]) -> bool:
-    """Take damaged samples off every ledger that has them; return whether all could be (a running writer's is left alone)."""
-    at, whole = datetime.now(UTC).isoformat(timespec="milliseconds"), True
+def withdraw(data: Prepared, fingerprint: dict, damaged: dict[int, str], store: Store | None = None) -> bool:
+    """Let damaged samples be owed: taken off the ledgers that are here, and where those of others have them, said in redo's.
+
+    Return whether all are: not while a redo runs. A running writer's ledger is left alone, what redo's says later counts.
+    """
+    changed, said = [], read_ledgers(data.path)
+    at = max([datetime.now(UTC).isoformat(timespec="milliseconds"), *(said[r].finished for r in damaged if r in said)])  # clocks differ
+
+    def owe(path: Path, rows: Callable[[Ledger], set[int]]) -> None:
+        with Ledger(path, fingerprint) as ledger:
+            adopt(ledger, data.path)
+            if mine := rows(ledger) & damaged.keys():
+                for row in sorted(mine):
+                    ledger.fail(row, damaged[row], 1, at)
+                changed.append(export(ledger, data.path).stem)
+
     for path in files(data.path):
-        try:
-            with Ledger(path, {}) as ledger:
-                if rows := sorted(ledger.done().keys() & damaged.keys()):
-                    for row in rows:
-                        ledger.fail(row, damaged[row], 1, at)
-                    export(ledger, data.path)
-        except (ExtractError, OSError):
-            whole = False
-    return whole
+        with contextlib.suppress(ExtractError, OSError):
+            owe(path, lambda ledger: set(ledger.done()))
+    try:
+        if left := set(read_ledgers(data.path)) & damaged.keys():
+            owe(home(data.path) / f"{REDO}.sqlite", lambda _: left)
+    except (ExtractError, OSError):
+        return False
+    for name in changed if store else ():
+        store.send_ledger(name)
+    return True
 
 
-def take_off(store: Store, names: list[str]) -> None:
-    """Remove damaged files from the store, and let its ledgers say what the ones here say now: whoever goes on elsewhere owes them too."""
-    for name in names:
-        store.remove(name)
-    for path in files(store.folder):
-        store.send_ledger(path.stem)
-        (store.folder / FOLDER / f"{path.stem}{OTHERS}.parquet").unlink(missing_ok=True)
+def about_states(data: Prepared) -> dict:
+    """Read hsnb.json of an extraction. Raises ExtractError when there is none."""
+    try:
+        return json.loads((data.path / "hsnb.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ExtractError(
+            got=f"{data.path}/hsnb.json: {error}",
+            expected="what an extraction writes first",
+            likely="nothing was extracted here yet",
+            next="hsnb run 03_extract",
+        ) from error
 
 
 def redo_rows(data: Prepared) -> list[int]:
-    """Return the rows that are owed: asked for and not entered, or withdrawn; those of shards never run are not."""
+    """Return the rows that are owed: asked for and not entered, or withdrawn, on any machine; those of shards never run are not."""
+    if store := of_data(data.path, about_states(data)):
+        store.fetch_ledgers()
     return sorted(r for r in read_failed(data.path) if data.ok[r])

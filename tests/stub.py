@@ -21,6 +21,7 @@ from hsnb.patch.armed import Armed, ArmedFile, read_armed
 from hsnb.patch.spool import SafetensorsRequest
 from hsnb.probe.receipt import write_receipt
 from hsnb.server.client import Generated
+from hsnb.table import ABOUT, DATA_FORMAT
 
 HIDDEN = 8
 BOUNDARIES = [1, 2]
@@ -116,4 +117,7 @@ def make_data(folder: Path, lengths: list[int], **settings) -> Prepared:
     if not bars:
         datasets.enable_progress_bars()
     settings = {"source": "stub", "max_length": 4096, "too_long": "error", "limit": 0, "tokenizer": "t", "chat_template": "c"} | settings
-    return Prepared(folder, len(rows), sum(lengths), sum(lengths), 0, 0, 0, "data-hash", settings)
+    made = Prepared(folder, len(rows), sum(lengths), sum(lengths), 0, 0, 0, "data-hash", settings)
+    about = {name: value for name, value in made.as_dict().items() if name not in ("path", "reused")}
+    (folder / ABOUT).write_text(json.dumps({"format": DATA_FORMAT, **about}))  # for whoever finds the folder: verify, redo
+    return made

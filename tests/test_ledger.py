@@ -63,8 +63,8 @@ def test_a_noted_move_is_not_done_until_it_is_entered(data):
 
 def test_a_sample_that_is_done_at_last_is_owed_no_more(data):
     with ledger(data) as writer:
-        writer.fail(3, "NaN in row 5", 3, "now")
-        writer.fail(4, "no dump", 3, "now")
+        writer.fail(3, "NaN in row 5", 3, "2025-12-31")
+        writer.fail(4, "no dump", 3, "2025-12-31")
         writer.enter([entry(3, attempt=2)])
     assert read_failed(data) == {4: "no dump"}
     assert read_failed(data, {4}) == {}
@@ -78,9 +78,29 @@ def test_a_withdrawn_entry_is_owed_also_when_an_export_has_it_still(data):
     with ledger(data) as writer:
         writer.enter([entry(0), entry(1)])
         writer.export(data / "ledger")
-        writer.fail(1, "a flipped bit", 1, "now")
+        writer.fail(1, "a flipped bit", 1, "2026-01-02")
     assert read_ledgers(data, PRINT).keys() == {0}
     assert read_failed(data) == {1: "a flipped bit"}
+
+
+def test_the_last_word_on_a_sample_counts_whoever_said_it(data):
+    """A sample that another machine found damaged, or has done again since, with ledgers of one name on both machines."""
+    with ledger(data) as writer:
+        writer.enter([entry(0), entry(1), entry(2)])
+    with ledger(data, "redo") as writer:
+        writer.fail(1, "a flipped bit", 1, "2026-01-02")
+        writer.fail(2, "truncated", 1, "2025-12-31")  # and entered since
+        writer.export(data / "ledger")
+    for name in ("here", "redo's sqlite file is on another machine"):
+        assert read_ledgers(data, PRINT).keys() == {0, 2}, name
+        assert read_failed(data) == {1: "a flipped bit"}, name
+        (data / "ledger" / "redo.sqlite").unlink(missing_ok=True)
+    with ledger(data, "elsewhere") as writer:
+        writer.enter([entry(1, finished="2026-01-03"), entry(0, finished="2026-01-03", xxh3_128="again")])
+        writer.export(data / "ledger").rename(data / "ledger" / "a.parquet")  # of the same name as the older sqlite file here
+    (data / "ledger" / "elsewhere.sqlite").unlink()
+    assert {r: e.finished for r, e in read_ledgers(data, PRINT).items()} == {0: "2026-01-03", 1: "2026-01-03", 2: "2026-01-01T00:00:00"}
+    assert read_failed(data) == {}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +142,7 @@ def test_an_export_of_nothing_is_an_export(data):
 def test_ledgers_lie_beside_the_data_unless_that_is_on_a_network(data, monkeypatch, tmp_path):
     assert home(data) == data.resolve() / "ledger"
     mount = SimpleNamespace(mountpoint=str(data.resolve()), fstype="nfs4")
-    monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: [SimpleNamespace(mountpoint="/", fstype="ext4"), mount])
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: [SimpleNamespace(mountpoint="/", fstype="ext4"), mount])
     monkeypatch.setenv("HSNB_CACHE", str(tmp_path / "cache"))
     assert home(data).parent == tmp_path / "cache" / "ledgers"
     assert home(data) != home(data / "another")

@@ -26,7 +26,7 @@ from hsnb.extract.recovery import recover, recover_others
 from hsnb.extract.status import Status
 from hsnb.extract.work import Work
 from hsnb.extract.worker import Worker
-from hsnb.ledger import Entry, Ledger, home, read_failed, read_ledgers
+from hsnb.ledger import REDO, Entry, Ledger, home, read_failed, read_ledgers
 from hsnb.order import send_order
 from hsnb.params import ExtractParams
 from hsnb.probe.receipt import require_receipt
@@ -38,7 +38,6 @@ from hsnb.storage import Store, adopt, sending
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
 STOP_S = 30.0  # for threads to end once told
-REDO = "redo"  # the name of the ledger of what is done again
 FILE_OVERHEAD = 8192  # bytes of a published file besides states and ids, at most
 
 
