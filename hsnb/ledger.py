@@ -68,6 +68,7 @@ CREATE TABLE IF NOT EXISTS moving {_ROW};
 CREATE TABLE IF NOT EXISTS failed (row INTEGER PRIMARY KEY, error TEXT, attempt INTEGER, at TEXT);
 PRAGMA user_version = {FORMAT};
 """
+_DONE = f"SELECT {', '.join(_COLUMNS)} FROM done"
 _OWED = "SELECT row, error, attempt, at FROM failed"
 _INSERT = f"VALUES ({','.join('?' * len(_COLUMNS))})"
 
@@ -138,7 +139,7 @@ class Ledger:
 
     def done(self) -> dict[int, Entry]:
         """Return this writer's own entries."""
-        return {values[0]: Entry(*values) for values in self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")}
+        return {values[0]: Entry(*values) for values in self._db.execute(_DONE)}
 
     def failed(self) -> dict[int, Owed]:
         """Return what this writer owes."""
@@ -157,7 +158,7 @@ class Ledger:
             failed = json.dumps([[row, *why] for row, why in self.failed().items()])
             meta = dict(self._db.execute("SELECT * FROM meta")) | {"failed": failed}
             schema = pa.schema([(f.name, kinds[f.type]) for f in fields(Entry)], metadata=meta)
-            rows = self._db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done ORDER BY row")
+            rows = self._db.execute(f"{_DONE} ORDER BY row")
             with pq.ParquetWriter(temporary, schema) as file:
                 while part := rows.fetchmany(BATCH):
                     file.write_table(pa.table(list(zip(*part, strict=True)), schema=schema))
@@ -244,11 +245,7 @@ def _read_all(data: Path) -> Iterator[tuple[dict, dict[int, Entry], dict[int, Ow
         with _reading(path) as db:
             if db is not None:
                 before = db.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()[0]
-                yield (
-                    json.loads(before),
-                    {v[0]: Entry(*v) for v in db.execute(f"SELECT {', '.join(_COLUMNS)} FROM done")},
-                    {r: Owed(*w) for r, *w in db.execute(_OWED)},
-                )
+                yield json.loads(before), {v[0]: Entry(*v) for v in db.execute(_DONE)}, {r: Owed(*w) for r, *w in db.execute(_OWED)}
 
 
 def read_export(path: Path) -> tuple[dict, dict[int, Entry], dict[int, Owed]]:

@@ -1,5 +1,7 @@
 """What a cluster run decides: which servers go where, which shard is dealt when, what a loss means. Ray is played by a stand-in."""
 
+import importlib.util
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -7,16 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from hsnb import cli
 from hsnb.cluster import actor as actors
 from hsnb.cluster import driver as drivers
-from hsnb.cluster.driver import Driver, connect, run_on_cluster
+from hsnb.cluster.driver import Driver, run_on_cluster
 from hsnb.cluster.plan import Node, on_place, places
 from hsnb.cluster.queue import LOSSES, PAUSE_S, Shards
-from hsnb.errors import DataError, ParamsError, ServerError
+from hsnb.errors import DataError, ExtractError, ParamsError, ServerError
 from hsnb.params import Deployment
-from hsnb.run import run_shards
 from tests.conftest import tiny
 from tests.project import ROOT, make_project
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="make setup-ray")
 
 
 def deployment(**server) -> Deployment:
@@ -272,16 +276,78 @@ def test_a_servers_url_and_ray_exclude_each_other():
         run_on_cluster(ROOT / "notebooks" / "03_extract.ipynb", {"server_url": "http://127.0.0.1:1"}, [0])
 
 
-def test_without_the_extra_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ParamsError, match=r"the extra ray.*make setup-ray"):
-        connect("auto")
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Return refused(*words): the one line that `hsnb run 03_extract.ipynb --shards 0-15 words...` says, having written nothing."""
+    project = make_project(tmp_path / "clone")
+    monkeypatch.setenv("HSNB_ROOT", str(project))
+    monkeypatch.chdir(project)
+
+    def refused(*words: str, shards: str = "0-15") -> str:
+        before = [p for p in sorted(project.rglob("*")) if p.is_file()]
+        assert cli.main(["run", "03_extract.ipynb", "--shards", shards, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert [p for p in sorted(project.rglob("*")) if p.is_file()] == before  # a run's folder, tried for writing, may be there: empty
+        return line
+
+    return refused
 
 
-def test_a_slip_in_the_parameters_is_refused_before_ray_is_asked_for(monkeypatch):
+def test_without_the_extra_it_is_named(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ParamsError, match="shrad"):
-        run_shards("03_extract", {"shrad": 1}, [0], ray="auto")
+    line = refused("--ray", "auto")
+    assert line.startswith("ParamsError: --ray without Ray (")
+    assert line.endswith(", expected the extra ray. Likely: an environment for one machine. Next: make setup-ray")
+
+
+def test_a_slip_in_the_parameters_is_refused_before_ray_is_asked_for(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert refused("--ray", "auto", shards="0-16").startswith("ParamsError: shard is 16, expected 0..15 ")
+    assert "unknown parameter 'shrad'" in refused("--ray", "auto", "-p", "shrad", "1")
+    assert "params/mine.yaml" in refused("--ray", "auto", "-p", "params", "params/mine.yaml")
+    assert "--ray and -p server_url" in refused("--ray", "auto", "-p", "server_url", "http://127.0.0.1:1")
+
+
+@needs_ray
+def test_without_a_cluster_the_user_is_told_at_once(refused, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", no_cluster)
+    line = refused("--ray", "auto")
+    assert line.startswith("ServerError: --ray auto: Could not find any running Ray instance")
+    assert line.endswith("Next: ray start --head, or one of deploy/")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"  # bound and not listened on: Ray itself would try it for minutes
+        assert f"--ray {nobody}: [Errno 111] Connection refused" in refused("--ray", nobody)
+        monkeypatch.setenv("RAY_ADDRESS", nobody)
+        assert "[Errno 111] Connection refused" in refused("--ray", "auto")
+    assert "ParamsError: --ray ray://x:10001, expected auto, or HOST:PORT of the head" in refused("--ray", "ray://x:10001")
+
+
+def no_cluster(**_):
+    raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to")
+
+
+def test_two_drivers_of_one_run_exclude_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSNB_ROOT", str(make_project(tmp_path / "clone")))
+    with drivers.alone("demo"):
+        with pytest.raises(ExtractError, match=r"run demo are being dealt by another .*cluster\.json"), drivers.alone("demo"):
+            pass
+        with drivers.alone("other"):
+            pass
+    with drivers.alone("demo"):
+        pass
+
+
+@pytest.mark.parametrize(("cwd", "typed"), [("", "params/demo.yaml"), ("notebooks", "../params/demo.yaml"), ("params", "demo.yaml")])
+def test_params_are_named_as_every_node_finds_them(tmp_path, monkeypatch, cwd, typed):
+    project = make_project(tmp_path / "clone")
+    monkeypatch.setenv("HSNB_ROOT", str(project))
+    monkeypatch.chdir(project / cwd)
+    assert drivers.portable(typed) == "params/demo.yaml"
+    elsewhere = tmp_path / "mine.yaml"
+    elsewhere.write_text("{}")
+    assert drivers.portable("../../mine.yaml" if cwd else "../mine.yaml") == str(elsewhere)
 
 
 def test_the_path_of_one_machine_never_imports_ray():

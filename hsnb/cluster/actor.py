@@ -28,7 +28,12 @@ class ServerActor:
     """Own a server of `params`, with `overrides` of its server part, in the project at `root` (HSNB_ROOT of the node, if set)."""
 
     def __init__(self, root: str, params: str, run: str, overrides: dict[str, Any]):
-        os.environ.setdefault("HSNB_ROOT", root)
+        self.root, self.params, self.run_name, self.overrides = root, params, run, overrides
+        self.server, self.restarts = None, 0
+
+    def start(self) -> dict[str, Any]:
+        """Start the server and prove it; return its URL, host and the seconds. Raises HsnbError."""
+        os.environ.setdefault("HSNB_ROOT", self.root)
         here = Path(os.environ["HSNB_ROOT"])
         if not (here / "notebooks").is_dir() or not (here / "params").is_dir():
             raise ParamsError(
@@ -38,11 +43,7 @@ class ServerActor:
                 next="mount it, or set HSNB_ROOT before ray start on that node",
             )
         os.chdir(here)
-        self.deployment = Deployment.load(params, **({"server": overrides} if overrides else {}))
-        self.run_name, self.server, self.restarts = run, None, 0
-
-    def start(self) -> dict[str, Any]:
-        """Start the server and prove it; return its URL, host and the seconds. Raises HsnbError."""
+        self.deployment = Deployment.load(self.params, **({"server": self.overrides} if self.overrides else {}))
         self.server = Server.start(self.deployment, log_dir=paths.run_dir(self.run_name))
         probe.ensure(self.server)
         return {"url": self.server.url, "host": socket.gethostname(), "seconds": self.server.startup_seconds, "python": sys.executable}

@@ -6,10 +6,13 @@ its loss means for the shard, is decided here. Everything that was published is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,17 @@ from hsnb import notebook as contract
 from hsnb.cluster.actor import ServerActor, digest
 from hsnb.cluster.plan import Node, Place, on_place, places
 from hsnb.cluster.queue import Shards
-from hsnb.errors import HsnbError, ParamsError, ServerError
+from hsnb.errors import ExtractError, HsnbError, ParamsError, ServerError
+from hsnb.ledger import take_lock
 from hsnb.params import Deployment
-from hsnb.paths import project_root, resolve, write_json
+from hsnb.paths import project_root, resolve, run_dir, write_json
 from hsnb.run import RunResult
 
 log = logging.getLogger(__name__)
 STARTS = 3  # of a server at one place: after that the place is left alone
 LOOK_S = 1.0
+CONNECT_S = 10.0  # for the head to take a connection
+SAY_S = 60.0  # without a server that is ready, the user is told what may hold it up
 EMPTY_S = 300.0  # without any node that could take a server, living or starting, the run ends
 STOP_S = 40.0  # for the servers to stop at the end; what is left ends with Ray's workers
 BUSY = "being written by another process"  # what a shard says whose last writer has not quite ended
@@ -48,7 +54,7 @@ def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence
     """Run the notebook once a shard on the cluster at `address`; return the results in the order of `shards`.
 
     `parameters` are those of the notebook, without shard, server_url and spool. A shard that no node could do has a result
-    that is not ok. Raises ParamsError or ServerError before anything is started.
+    that is not ok. Raises ParamsError, ServerError or ExtractError before anything is started.
     """
     for name in ("server_url", "spool"):
         if parameters.get(name):
@@ -64,14 +70,31 @@ def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence
     known["params"] = parameters["params"] = portable(known["params"])
     ray = connect(address)
     try:
-        driver = Driver(ray, source, dict(parameters), known, deployment, Shards(shards))
-        try:
-            driver.loop()
-        finally:
-            driver.stop()
-        return [driver.result(shard) for shard in shards]
+        with alone(known["run"]):
+            driver = Driver(ray, source, dict(parameters), known, deployment, Shards(shards))
+            try:
+                driver.loop()
+            finally:
+                driver.stop()
+            return [driver.result(shard) for shard in shards]
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def alone(run: str) -> Iterator[None]:
+    """Be the only one that deals this run's shards from here: nodes see each other's ledgers late. Raises ExtractError."""
+    folder = run_dir(run)
+    lock = take_lock(folder / "cluster")
+    if lock is None:
+        raise ExtractError(
+            got=f"the shards of run {run} are being dealt by another hsnb run --ray",
+            expected="one of them a run",
+            likely="the command was started twice, or an earlier one still runs",
+            next=f"follow it in {folder}/cluster.json, or wait for its end",
+        )
+    with lock:
+        yield
 
 
 def portable(params: str) -> str:
@@ -81,7 +104,7 @@ def portable(params: str) -> str:
 
 
 def connect(address: str):
-    """Return the module ray, connected. Raises ParamsError without the package, ServerError without a cluster."""
+    """Return the module ray, connected. Raises ParamsError without the package or a usable address, ServerError without a cluster."""
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -90,8 +113,9 @@ def connect(address: str):
             got=f"--ray without Ray ({error})", expected="the extra ray", likely="an environment for one machine", next="make setup-ray"
         ) from error
     try:
+        listens(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ServerError(
             got=f"--ray {address}: {' '.join(str(error).split())[:300]}",
             expected="a Ray cluster that answers",
@@ -99,6 +123,15 @@ def connect(address: str):
             next="ray start --head, or one of deploy/",
         ) from error
     return ray
+
+
+def listens(address: str) -> None:
+    """Raise ParamsError unless an address is HOST:PORT ("": Ray finds it), OSError when nothing listens there: Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if address and (not host or not port.isdecimal() or "/" in host):
+        raise ParamsError(got=f"--ray {address}", expected="auto, or HOST:PORT of the head", likely="a typo", next="--ray auto")
+    if address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 class Driver:
@@ -115,10 +148,14 @@ class Driver:
 
     def loop(self) -> None:
         """Deal until every shard is done or given up. Raises the servers' error when none of them starts anywhere."""
-        alone_since = time.monotonic()
+        alone_since = began = time.monotonic()
         while self.shards.left:
             self.grow()
             self.deal()
+            if began and time.monotonic() - began > SAY_S:
+                if not any(m.url for m in self.members.values()):
+                    log.info("no server is ready yet: a model that loads long, or another job that holds the nodes (ray status)")
+                began = 0.0
             ready, _ = self.ray.wait(list(self.refs), timeout=LOOK_S) if self.refs else ([], time.sleep(LOOK_S))
             for ref in ready:
                 self.land(ref)
@@ -235,12 +272,12 @@ class Driver:
             html = Path(tree["html"]) if tree["html"] else None
             return RunResult(Path(tree["notebook"]), html, tree["ok"], tree["error"], tree["seconds"])
         name = contract.output_name(self.source.stem, {"shard": shard})
-        return RunResult(project_root() / "outputs" / self.known["run"] / name, None, False, self.shards.given_up[shard], 0.0)
+        return RunResult(run_dir(self.known["run"], make=False) / name, None, False, self.shards.given_up[shard], 0.0)
 
     def note(self, what: str, member: Member | None = None, **more: Any) -> None:
         """Write what happened to outputs/{run}/cluster.json, the place to look at while it runs."""
         where = {"node": member.place.node.id, "address": member.place.node.address, "server": member.url} if member else {}
         self.journal.append({"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "what": what, **where, **more})
-        folder = project_root() / "outputs" / self.known["run"]
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "cluster.json", {"left": self.shards.left, "servers": len(self.members), "events": self.journal})
+        write_json(
+            run_dir(self.known["run"]) / "cluster.json", {"left": self.shards.left, "servers": len(self.members), "events": self.journal}
+        )
