@@ -91,7 +91,7 @@ def verify(folder: Path, *, keep: bool = False, progress: Callable[[int, int], N
 
     def check(entry: Entry) -> tuple[int, str]:
         token_ids = table[entry.row]["input_ids"]
-        if store is None or not store.has(entry) or (data.path / entry.file).exists():
+        if store is None or entry.file not in store.sizes() or (data.path / entry.file).exists():
             return entry.row, damage(data.path, entry, about, token_ids)
         with store.local(entry.file) as copy:
             return entry.row, damage(data.path, entry, about, token_ids, copy)

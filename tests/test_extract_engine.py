@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sqlite3
+from collections import Counter
 from dataclasses import replace
 
 import psutil
@@ -355,8 +356,13 @@ def test_two_servers_share_a_shard_and_one_that_is_lost_is_started_again(server,
         assert second.running() and second.url != first_url
         assert probe.require_receipt(second).verdict == "PASS"
         assert verify(data.path).ok
-        by = {e.server for e in read_ledgers(data.path).values()}
-        assert server.url in by and len(by) >= 2
+        entries, published = read_ledgers(data.path), files(data)
+        assert sorted(entries) == sorted(published) == [r for r in range(SAMPLES) if r != 8]  # nothing is missing
+        assert {r: e.xxh3_128 for r, e in entries.items()} == published
+        assert sum(result.by_server.values()) == SAMPLES - 1  # and nothing was done twice
+        by = Counter(e.server for e in entries.values())
+        assert by.keys() <= {server.url, first_url, second.url}
+        assert by[server.url] >= 5 and by[first_url] >= 2  # each did a share
         assert list(second.spool.glob("*.safetensors")) == []
 
         os.kill(second.armed[0].pid, signal.SIGSTOP)  # a hang: the port answers, nothing runs
@@ -364,4 +370,5 @@ def test_two_servers_share_a_shard_and_one_that_is_lost_is_started_again(server,
         shutil.copytree(data.path, late.path, ignore=shutil.ignore_patterns("hs_*", "ledger"))
         with pytest.raises(ServerError, match=r"no forward for 3 s while \d+ requests wait"):
             extract.run(second, late, num_shards=4, limits=extract.Limits(hang_s=3, restarts=0))
+        assert read_ledgers(late.path) == files(late) == {}
         os.kill(second.armed[0].pid, signal.SIGCONT)
