@@ -1,6 +1,7 @@
 """What a cluster run decides: which servers go where, which shard is dealt when, what a loss means. Ray is played by a stand-in."""
 
 import importlib.util
+import json
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hsnb.cluster.queue import LOSSES, PAUSE_S, Shards
 from hsnb.errors import DataError, ExtractError, ParamsError, ServerError
 from hsnb.params import Deployment
 from tests.conftest import tiny
-from tests.project import ROOT, make_project
+from tests.project import ROOT, environment, make_project
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="make setup-ray")
 
@@ -360,3 +361,18 @@ def test_the_path_of_one_machine_never_imports_ray():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_shard_is_extracted_where_importing_ray_would_end_the_process(tmp_path):
+    """Not the modules alone: a whole run of a shard, on the stub of the server."""
+    fake = tmp_path / "path" / "ray"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("import os; os._exit(77)")
+    env = {**environment(), "PYTHONPATH": f"{fake.parent}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.many_samples", str(tmp_path), "20"], capture_output=True, text=True, cwd=ROOT, env=env
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["samples"]) == (True, 20)
+    assert subprocess.run([sys.executable, "-c", "import ray"], cwd=tmp_path, env=env).returncode == 77  # the trap works
