@@ -123,7 +123,7 @@ def test_an_interrupt_is_exit_status_130(fake, capsys, monkeypatch):
     [
         (["reprot", "demo"], "ParamsError: unknown command 'reprot', expected one of: {commands}. Likely: a typo for 'report'. Next: hsnb report"),
         (["zzz"], "ParamsError: unknown command 'zzz', expected one of: {commands}. Likely: a command of another version. Next: hsnb --help"),
-        (["report"], "ParamsError: the following arguments are required: RUN, expected hsnb report [-h] [--json] RUN. "
+        (["report"], "ParamsError: the following arguments are required: RUN, expected hsnb report [-h] [--json] [--health] [--samples N] RUN. "
          "Likely: a typo, or an argument left out. Next: hsnb report --help"),
         (["fake", "--port", "x"], "ParamsError: argument --port: invalid int value: 'x', expected hsnb fake [-h] [--json] [--port PORT]. "
          "Likely: a typo, or an argument left out. Next: hsnb fake --help"),

@@ -50,8 +50,17 @@ def said(file: Path) -> str:
     return "".join(o.get("text", "") for c in nbformat.read(file, as_version=4).cells for o in c.get("outputs", [])).strip()
 
 
+INDEX = {"index.html", "summary.json", ".index.lock"}  # of the run, brought up to date after every notebook
+
+
 def names(root: Path) -> list[str]:
-    return sorted(p.name for p in (root / "outputs" / "demo").iterdir() if p.name != "todo")
+    """Return what lies in the run's folder, and see that the index has a row for each notebook of it."""
+    found = {p.name for p in (root / "outputs" / "demo").iterdir()}
+    if "summary.json" in found:
+        rows = json.loads((root / "outputs" / "demo" / "summary.json").read_text())["notebooks"]
+        assert {row["notebook"] for row in rows} == {n for n in found if n.endswith(".ipynb")}
+        assert {row["html"] for row in rows} == {n for n in found if n.endswith(".html")} - INDEX
+    return sorted(found - INDEX - {"todo"})
 
 
 FIRST = ["03_extract-shard-0004.html", "03_extract-shard-0004.ipynb", "shard-0004.json"]
