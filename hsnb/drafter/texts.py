@@ -20,9 +20,9 @@ class Decoded:
     def _repr_html_(self) -> str:
         out = []
         for row, parts in self.rows:
-            text = "".join(f"<b style='background:#cfe8f7'>{html.escape(t)}</b>" if on else html.escape(t) for t, on in parts)
+            text = "".join(f"<ins>⟦{html.escape(t)}⟧</ins>" if on else html.escape(t) for t, on in parts)
             out.append(f"<p style='white-space:pre-wrap'>row {row}: {text}</p>")
-        return "<p>Marked: what is trained on.</p>" + "".join(out)
+        return "<p>What is trained on is underlined and in ⟦brackets⟧.</p>" + "".join(out)
 
 
 def decoded(states: StatesFolder, *, rows: int = 2, most: int = 160) -> Decoded:
