@@ -148,7 +148,7 @@ def shares(parts, unit: str, title: str, ax=None):
         ax.barh(0, n, left=left, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=f"{name} ({n:,})")
         left += n
     ax.set(yticks=[], xlabel=unit, title=title, xlim=(0, max(left, 1)))
-    ax.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.45), frameon=False)
+    ax.figure.legend(fontsize=8, ncols=3, loc="outside lower center", frameon=False)
     return ax
 
 
@@ -194,4 +194,21 @@ def published(seconds, tokens, ax=None):
     ax.plot(seconds, tokens, "o-", ms=3, lw=0.8, color=BLUE, label=f"seen {len(seconds)} times")
     ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published", ylim=(0, None))
     ax.legend(fontsize=8)
+    return ax
+
+
+def requests(counts, ax=None):
+    """Draw what each scheduler counted, {scheduler: {kind: requests}}, as bars told apart by hatching too, their sums in the legend."""
+    kinds = list(dict.fromkeys(kind for counted in counts.values() for kind in counted)) or ["captured"]
+    ax = axes(ax, (7, 1.6 + 0.25 * len(counts)))
+    left = np.zeros(len(counts))
+    looks = ((BLUE, ""), (GREY, "////"), (ORANGE, "...."), ("black", "xxxx"), (BLUE, "----"))
+    for kind, (colour, hatch) in zip(kinds, looks, strict=False):
+        n = np.array([counted.get(kind, 0) for counted in counts.values()], dtype=float)
+        ax.barh(
+            list(counts), n, left=left, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=f"{kind} ({n.sum():,.0f})"
+        )
+        left += n
+    ax.set(xlabel="requests", title="What the schedulers counted", xlim=(0, max(float(left.max(initial=0)), 1)))
+    ax.figure.legend(fontsize=8, ncols=5, loc="outside lower center", frameon=False)
     return ax

@@ -20,7 +20,7 @@ import hsnb
 from hsnb import paths
 from hsnb.errors import HsnbError
 from hsnb.params import Deployment
-from hsnb.patch.armed import Armed
+from hsnb.patch.armed import Armed, read_armed
 from hsnb.server import causes
 from hsnb.server.armed_check import check_armed, check_info, read_or_refuse
 from hsnb.server.client import Client
@@ -201,6 +201,13 @@ class Server:
     def frame(self) -> pd.DataFrame:
         """Return `as_dict` as a table of two columns."""
         return pd.DataFrame({"what": list(self.as_dict()), "value": [str(v) for v in self.as_dict().values()]})
+
+    def plot(self, ax=None):
+        """Draw the requests that each scheduler has counted by now, captured or not; after a stop, what it said when it was armed."""
+        from hsnb.figures import requests
+
+        now = read_armed(self.spool) if self.capture else []
+        return requests({f"rank {a.rank}": a.counts for a in now or self.armed}, ax)
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in self.as_dict().items())
