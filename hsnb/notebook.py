@@ -145,6 +145,9 @@ def validate(notebook: str | Path, scope: Mapping[str, Any]) -> Parameters:
     Names of `scope` that are no parameters are left alone, so this cannot see an unknown name that papermill injected; the
     papermill engine does (`check`). Raises ParamsError.
     """
+    import pandas as pd
+
+    pd.set_option("display.max_colwidth", None, "display.precision", 4)  # tables are read whole, and four digits are enough
     return check(notebook, {key: scope[key] for key in declared(notebook) if key in scope})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +152,13 @@ class Deployment(_Strict):
                 "a typo, or a name from another version" if unknown else "a value of the wrong kind",
                 f"mend {where} in {origin}",
             ) from error
+
+    def _repr_html_(self) -> str:
+        parts = [(k, v) for k, v in self.model_dump().items() if v is not None]
+        rows = [(f"{k}.{name}", value) for k, v in parts if isinstance(v, dict) for name, value in v.items()]
+        rows = [(k, v) for k, v in parts if not isinstance(v, dict)] + rows
+        cells = "".join(f"<tr><th style='text-align:left'>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows)
+        return f"<table>{cells}</table>"
 
     def model_path(self) -> Path:
         """Return the model's folder; `demo:` models are made in the cache when they are not there yet."""

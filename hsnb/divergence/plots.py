@@ -78,7 +78,8 @@ def positions(comparison, ax=None):
         style = {"marker": "osD^"[n % 4], "color": (BLUE, ORANGE, GREY, "black")[n % 4]}
         y = np.maximum([r["relative_l2"] for r in mine], 1e-9)
         fill = ["full" if r["norm_over_median"] > 10 else "none" for r in mine]
-        ax.plot([r["position"] for r in mine], y, lw=0.6, color=style["color"], label=f"{prompt} (n = {len(mine)})")
+        ax.plot([r["position"] for r in mine], y, lw=0.6, color=style["color"])
+        ax.plot([], [], lw=0.6, ms=4, fillstyle="none", label=f"{prompt} (n = {len(mine)})", **style)
         for kind in ("full", "none"):
             at = [i for i, f in enumerate(fill) if f == kind]
             ax.plot([mine[i]["position"] for i in at], y[at], ls="", ms=4, fillstyle=kind, **style)

@@ -18,7 +18,9 @@ def losses(runs: Mapping[str, Sequence[float]], ax=None):
     for n, (name, values) in enumerate(runs.items()):
         width = min(_SMOOTH, len(values))
         smooth = np.convolve(values, np.ones(width) / width, "valid")
-        ax.plot(np.arange(width, len(values) + 1), smooth, color=PALETTE[n % len(PALETTE)], label=f"{name} (last {smooth[-1]:.2f})")
+        look = {"color": PALETTE[n % len(PALETTE)], "ls": ("-", "--", ":", "-.")[n % 4], "marker": "osD^v<>"[n % 7], "ms": 4}
+        every = (n, max(1, len(smooth) // 8))  # marks beside each other, not over each other
+        ax.plot(np.arange(width, len(values) + 1), smooth, markevery=every, label=f"{name} (last {smooth[-1]:.2f})", **look)
     ax.set(xlabel="step", ylabel="training loss (KL, nats)", title=f"Loss, mean over {_SMOOTH} steps")
     ax.legend(fontsize=8)
     return ax
@@ -32,7 +34,8 @@ def acceptance(results: Mapping[str, object], ax=None):
         shares = result.per_position
         x = np.arange(1, len(shares) + 1) + (n - (len(results) - 1) / 2) * width
         label = f"{name}: accept length {result.accept_length:.3f} (n = {result.verifications:,} verifications)"
-        ax.bar(x, shares, width, color=PALETTE[n % len(PALETTE)], label=label)
+        colour, hatch = PALETTE[n % len(PALETTE)], ("", "////", "....", "xxxx")[n % 4]
+        ax.bar(x, shares, width, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=label)
     steps = max(len(r.per_position) for r in results.values())
     ax.set(xticks=range(1, steps + 1), xlabel="draft", ylabel="share accepted", title="Accepted drafts")
     ax.set_ylim(0, 1.35 * max(max(r.per_position) for r in results.values()) or 1)  # room for the legend
@@ -56,7 +59,13 @@ def costs(values: Mapping[str, Mapping[str, Sequence[float]]], baseline: str, ax
         panel.spines[["top", "right"]].set_visible(False)
         for n, name in enumerate(values):
             points = values[name][key]
-            panel.plot(points, [n] * len(points), "o", color=BLUE if name.startswith(baseline) else ORANGE, ms=6)
+            panel.plot(
+                points,
+                [n] * len(points),
+                "o" if name.startswith(baseline) else "X",
+                color=BLUE if name.startswith(baseline) else ORANGE,
+                ms=6,
+            )
         panel.axvline(float(np.mean(values[baseline][key])), color=BLUE, lw=1, ls="--", label=f"{baseline}, mean")
         most = max(max(v[key]) for v in values.values())
         panel.set(yticks=range(len(values)), yticklabels=list(values), title=f"{title} (n = {len(values[baseline][key])} a row)")

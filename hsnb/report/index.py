@@ -21,7 +21,7 @@ from hsnb.report.style import Html, error_block, page, table
 FORMAT = 1  # of summary.json
 SUMMARY = "summary.json"
 GRID_CSS = """
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.5rem, 1fr)); gap: .35rem; padding: 0; list-style: none; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr)); gap: .35rem; padding: 0; list-style: none; }
 .grid li { border: 1px solid var(--hsnb-line); padding: .25rem .4rem; font-size: .85rem; line-height: 1.3; }
 .grid li.failed, .grid li.passed, .grid li.unfinished { white-space: normal; }
 .grid li.failed { border: 2px solid var(--hsnb-bad); } .grid li.unfinished { border-style: dashed; border-color: var(--hsnb-odd); }

@@ -43,16 +43,17 @@ body { max-width: 72rem; margin: 0 auto; padding: 1rem; background: var(--jp-lay
 img, svg { max-width: 100%; height: auto; }
 .jp-RenderedImage img, .jp-RenderedSVG img { background: #fff; }
 .jp-InputPrompt, .jp-OutputPrompt, .jp-InputCollapser, .jp-OutputCollapser { display: none; }
-.jp-Cell { padding: .15rem 0; } .jp-OutputArea-child { display: block; }
+.jp-Cell { padding: .15rem 0; } .jp-MarkdownCell h2 { margin-top: 1.8rem !important; } .jp-OutputArea-child { display: block; }
 details.hsnb-code { margin: .1rem 0; }
 details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-serif; color: var(--jp-content-font-color2); }
 .jp-RenderedHTMLCommon table { margin: .5rem 0; table-layout: auto; }
-.jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { overflow-wrap: normal; white-space: normal; vertical-align: top; max-width: 32rem; text-align: left !important; }
+.jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { overflow-wrap: normal; white-space: normal;
+  vertical-align: top !important; max-width: 32rem; text-align: left !important; }
 .hsnb-wide { overflow-x: auto; max-width: 100%; }
 .jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .hsnb-back { font: .9rem/1.6 system-ui, sans-serif; }
 @media (max-width: 40rem) {
-  body { padding: .5rem; } .jp-Notebook { padding: 0 !important; }
+  body, .jp-Notebook { padding: .5rem .8rem !important; }
   .jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { font-size: .8rem; padding: .25rem .4rem; }
 }
 @media print { details.hsnb-code:not([open]) { display: none; } }

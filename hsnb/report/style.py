@@ -9,8 +9,9 @@ from hsnb.report.outcome import PARTS, parts_of
 
 # Four statuses by the colours of Okabe and Ito, each with a mark and a word beside it. Contrast is at least 4.5 on either ground.
 CSS = """
-:root { color-scheme: light dark; --hsnb-bad: #a8324a; --hsnb-good: #00694a; --hsnb-odd: #8a5a00; --hsnb-line: #8888; --hsnb-soft: #8882; }
-@media screen and (prefers-color-scheme: dark) { :root { --hsnb-bad: #ff9aa8; --hsnb-good: #5fd3a8; --hsnb-odd: #f0c060; } }
+:root { color-scheme: light dark; --hsnb-bad: #a8324a; --hsnb-good: #00694a; --hsnb-odd: #8a5a00; --hsnb-line: #8888; --hsnb-soft: #8882;
+  --hsnb-faint: #5c5c5c; }
+@media screen and (prefers-color-scheme: dark) { :root { --hsnb-bad: #ff9aa8; --hsnb-good: #5fd3a8; --hsnb-odd: #f0c060; --hsnb-faint: #a6a6a6; } }
 .hsnb-error { border: 1px solid var(--hsnb-bad); border-left-width: .5rem; padding: .6rem 1rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
 .hsnb-error b.hsnb-head { color: var(--hsnb-bad); }
 .hsnb-error a { color: inherit; text-decoration: underline; }
@@ -24,10 +25,10 @@ PAGE_CSS = """
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: 1.5rem auto; padding: 0 1rem; background: Canvas; color: CanvasText; overflow-wrap: anywhere; }
 h1 { line-height: 1.2; } h2 { margin: 2rem 0 .5rem; } a { color: LinkText; }
 table { border-collapse: collapse; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--hsnb-line); overflow-wrap: anywhere; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--hsnb-line); overflow-wrap: break-word; }
 td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; height: auto; background: #fff; }
-small, .note { color: GrayText; } small { overflow-wrap: anywhere; }
+small, .note { color: var(--hsnb-faint); } small { overflow-wrap: anywhere; }
 .failed, .FAIL { color: var(--hsnb-bad); font-weight: bold; } .passed, .PASS { color: var(--hsnb-good); }
 .failed, .passed, .unfinished { white-space: nowrap; }
 .unfinished, .look { color: var(--hsnb-odd); font-weight: bold; }
@@ -36,7 +37,7 @@ small, .note { color: GrayText; } small { overflow-wrap: anywhere; }
   table.cards thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
   table.cards, table.cards tbody, table.cards tr, table.cards td { display: block; }
   table.cards tr { border: 1px solid var(--hsnb-line); padding: .5rem .8rem; margin: 0 0 .8rem; }
-  table.cards td { border: 0; padding: .15rem 0; text-align: left; white-space: normal; }
+  table.cards td { border: 0; padding: .15rem 0; text-align: left; white-space: normal; overflow-wrap: anywhere; }
   table.cards td[data-label]:not(:empty)::before { content: attr(data-label) ": "; font-weight: bold; }
 }
 """
