@@ -70,7 +70,7 @@ class Lab:
 
     def close_kernel(self) -> None:
         """End the kernel of the notebook that is shown, as File > Close and Shut Down does, and wait until the server says so."""
-        self.page.js(f"{PANEL}.sessionContext.shutdown()")
+        self.page.js(f"window.jupyterapp && {PANEL}?.sessionContext.shutdown()")
         end = time.monotonic() + 60
         while kernels(self.url):
             assert time.monotonic() < end, "the kernel did not end"

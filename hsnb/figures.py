@@ -144,7 +144,7 @@ def shares(parts, unit: str, title: str, ax=None):
     """Draw {part: count} as one bar, parts told apart by hatching too, with their counts in the legend."""
     ax = axes(ax, (7, 1.6))
     left = 0
-    for (name, n), colour, hatch in zip(parts.items(), (GREY, BLUE, ORANGE), ("", "", "////"), strict=False):
+    for (name, n), colour, hatch in zip(parts.items(), (GREY, BLUE, ORANGE), ("....", "", "////"), strict=False):
         ax.barh(0, n, left=left, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=f"{name} ({n:,})")
         left += n
     ax.set(yticks=[], xlabel=unit, title=title, xlim=(0, max(left, 1)))

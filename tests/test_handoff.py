@@ -181,4 +181,4 @@ def test_decoded_needs_states(states, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: Tokenizer())
     shown = decoded(states, rows=1, most=30)
     assert shown.rows == ((0, (("<7>", False), ("<23>", True))),)
-    assert "<b style" in shown._repr_html_() and "&lt;23&gt;" in shown._repr_html_()
+    assert "<ins>⟦" in shown._repr_html_() and "&lt;23&gt;" in shown._repr_html_()

@@ -6,9 +6,9 @@ import json
 import queue
 import time
 
-import nbformat
 import pytest
 from jupyter_client import KernelManager
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from benchmarks.lab import engine_processes
@@ -23,7 +23,7 @@ class Kernel:
     """A kernel in notebooks/, and the code cells of one notebook."""
 
     def __init__(self, project, name):
-        nb = nbformat.read(project / "notebooks" / f"{name}.ipynb", as_version=4)
+        nb = load_notebook_node(str(project / "notebooks" / f"{name}.ipynb"))
         self.cells = [c.source for c in parameterize_notebook(nb, GIVEN).cells if c.cell_type == "code" and c.source.strip()]
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel(cwd=str(project / "notebooks"), env=environment())

@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from benchmarks.browser import CHROMIUM, REASON, browser
@@ -89,7 +90,7 @@ def test_run_all_ends_without_an_error(name, tab, engine, engine_starts):
         engine.stop()
     given = {k: engine("tiny").url if v == "URL" else v for k, v in given.items()}
     file = tab.folder / f"{name}.ipynb"
-    nbformat.write(parameterize_notebook(nbformat.read(ROOT / "notebooks" / file.name, as_version=4), given, report_mode=False), file)
+    nbformat.write(parameterize_notebook(load_notebook_node(str(ROOT / "notebooks" / file.name)), given), file)
     tab.open(file.name)
     nb = tab.run_all(seconds)
     assert failures(nb) == []
