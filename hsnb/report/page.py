@@ -51,7 +51,7 @@ details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-s
   vertical-align: top !important; max-width: 32rem; text-align: left !important; }
 .hsnb-wide { overflow-x: auto; max-width: 100%; }
 .jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-.hsnb-back { font: .9rem/1.6 system-ui, sans-serif; }
+.jp-OutputArea-output pre [class*="ansi-"] { color: inherit !important; }
 @media (max-width: 40rem) {
   body, .jp-Notebook { padding: .5rem .8rem !important; }
   .jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { font-size: .8rem; padding: .25rem .4rem; }
