@@ -107,7 +107,7 @@ def take_explorers(page: Page, names: list[str], run: Path, raw: Path, state: Pa
                 lab.open(f"{name}.ipynb", dark=dark, width=width, mode="doc")
                 page.js("jupyterapp.commands.execute('notebook:run-all-cells')")
                 page.wait(
-                    "document.querySelector('.jupyter-widgets .widget-html-content, .jupyter-widgets table, .jupyter-widgets img')", 180
+                    "!!document.querySelector('.jupyter-widgets .widget-html-content, .jupyter-widgets table, .jupyter-widgets img')", 180
                 )
                 for k, text in EXPLORERS[name][1].items():
                     page.js(f"{CHOOSE}({k}, {json.dumps(text)})")

@@ -180,7 +180,9 @@ def test_hsnb_run_goes_on_after_a_failed_shard_and_names_it(project):
     answer = json.loads(done.stdout)
     assert (answer["ok"], answer["failed"]) == (False, ["03_extract-shard-0001"])
     assert [(row["ok"], row["error"]) for row in answer["notebooks"]] == [(True, ""), (False, "AssertionError: one is bad"), (True, "")]
-    assert sorted(p.name for p in (project / "outputs" / "x").glob("*.html")) == [f"03_extract-shard-000{n}.html" for n in range(3)]
+    pages = [*(f"03_extract-shard-000{n}.html" for n in range(3)), "index.html"]
+    assert sorted(p.name for p in (project / "outputs" / "x").glob("*.html")) == pages
+    assert "one is bad" in (project / "outputs" / "x" / "index.html").read_text()
     assert "shard 1: AssertionError: one is bad" in done.stderr
 
 

@@ -13,7 +13,13 @@ from tests.test_health import good, write_folder
 from tests.test_notebook_params import make_project
 from tests.test_report import OWED, PIXEL, executed, failure, new, shard_run
 
-WIDE = "<table><tr>" + "".join(f"<th>a_heading_{k}</th>" for k in range(30)) + "</tr></table>"
+WIDE = (
+    "<p>"
+    + "a sentence beside a wide table, " * 5
+    + "</p><table><tr>"
+    + "".join(f"<th>a_heading_{k}</th>" for k in range(30))
+    + "</tr></table>"
+)
 PAGES = ["index.html", "health.html", "01_probe.html", "03_extract-shard-0001.html"]
 # What a reader sees: width, figures, cells with nothing in them, and texts by their contrast (WCAG 2) with what lies behind them.
 LOOK = """(() => {
@@ -35,6 +41,8 @@ LOOK = """(() => {
   const images = [...document.images];
   return {wide: document.documentElement.scrollWidth, images: images.length, shown: images.filter(i => i.naturalWidth > 0 && i.width > 0).length,
           alt: images.filter(i => i.alt).length, faint, texts: document.body.innerText.length,
+          cut: [...document.querySelectorAll('p, li, h1, h2, dd')].filter(e => !e.closest('.hsnb-wide, .scroll')
+                && e.getBoundingClientRect().right > innerWidth).map(e => e.innerText.slice(0, 60)),
           blank: [...document.querySelectorAll('.jp-Cell')].filter(c => !c.innerText.trim() && !c.querySelector('img')).length};
 })()"""
 
@@ -47,7 +55,10 @@ def folder(tmp_path_factory):
     write_folder(folder / "data", good(5))
     write_health(examine(folder / "data"), folder)
     figure = new.new_output("display_data", data={"image/png": PIXEL})
-    nbformat.write(executed(figure, new.new_output("display_data", data={"text/html": WIDE})), folder / "01_probe.ipynb")
+    nbformat.write(
+        executed(figure, new.new_output("display_data", data={"text/html": WIDE})),
+        folder / "01_probe.ipynb",
+    )
     for shard in range(3):
         shard_run(folder, shard, *([failure(OWED)] if shard == 1 else []))
     with pytest.MonkeyPatch.context() as patch:
@@ -76,20 +87,21 @@ def test_pages_without_a_network(name, dark, width, folder, page):
     assert seen["wide"] <= width  # what is wider scrolls on its own
     assert seen["shown"] == seen["alt"] == seen["images"] == dict(zip(PAGES, (0, 3, 1, 0), strict=True))[name]
     assert seen["blank"] == 0 and seen["texts"] > 50
-    assert seen["faint"] == []
+    assert seen["faint"] == [] and seen["cut"] == []
     assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == [] and page.said == []
 
 
 def test_the_look_of_this_test_finds_what_cannot_be_read(tmp_path, page):
     (tmp_path / "bad.html").write_text(
         "<body style='background:#111;color:#eee'><b style='background:#cfe8f7'>light on light</b><p style='color:#444'>dark on dark</p>"
-        "<div style='width:2000px'>wide</div><img src='http://far.example/x.png' alt='x'><div class='jp-Cell'></div></body>"
+        "<p style='width:2000px;color:#eee'>wide</p><img src='http://far.example/x.png' alt='x'><div class='jp-Cell'></div></body>"
     )
     page.asked.clear()
     page.look(400, 800, True)
     page.open((tmp_path / "bad.html").as_uri())
     seen = page.js(LOOK)
     assert [text for _, text in seen["faint"]] == ["light on light", "dark on dark"]
+    assert seen["cut"] == ["wide"]
     assert (seen["wide"] > 400, seen["shown"], seen["images"], seen["blank"]) == (True, 0, 1, 1)
     assert "http://far.example/x.png" in page.asked
     page.said.clear()

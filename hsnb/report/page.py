@@ -43,7 +43,8 @@ body { max-width: 72rem; margin: 0 auto; padding: 1rem; background: var(--jp-lay
 img, svg { max-width: 100%; height: auto; }
 .jp-RenderedImage img, .jp-RenderedSVG img { background: #fff; }
 .jp-InputPrompt, .jp-OutputPrompt, .jp-InputCollapser, .jp-OutputCollapser { display: none; }
-.jp-Cell { padding: .15rem 0; } .jp-MarkdownCell h2 { margin-top: 1.8rem !important; } .jp-OutputArea-child { display: block; }
+.jp-Cell { padding: .15rem 0; } .jp-MarkdownCell h2 { margin-top: 1.8rem !important; } 
+.jp-OutputArea-child, .jp-OutputArea-output { display: block !important; box-sizing: border-box; max-width: 100%; }
 details.hsnb-code { margin: .1rem 0; }
 details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-serif; color: var(--jp-content-font-color2); }
 .jp-RenderedHTMLCommon table { margin: .5rem 0; table-layout: auto; }
