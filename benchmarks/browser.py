@@ -81,7 +81,7 @@ class Page:
     def open(self, url: str, seconds: float = 60) -> None:
         """Go to `url` and wait until it has loaded."""
         self.send("Page.navigate", url=url)
-        self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState == 'complete'", seconds, url)
+        self.wait(f"location.href.startsWith({json.dumps(url.split('?')[0])}) && document.readyState == 'complete'", seconds, url)
 
     def look(self, width: int, height: int = 900, dark: bool = False, scale: float = 1.0) -> None:
         """Set the size of the window (CSS pixels) and whether the reader likes it dark; below 500 pixels it is a phone."""

@@ -40,7 +40,7 @@ class Lab:
     def open(self, name: str, dark: bool = False, width: int = 1400, mode: str = "lab") -> None:
         """Open a notebook of the folder and wait until its kernel is idle. `mode`: "lab", or "doc" for one document alone."""
         self.page.look(width, 1000, dark=dark)
-        self.page.open(f"{self.url}/{mode}/tree/{name}", 120)
+        self.page.open(f"{self.url}/{mode}/tree/{name}?reset", 120)  # without the tabs of the last one
         self.page.wait("window.jupyterapp && document.querySelector('.jp-Notebook .jp-Cell') && 1", 120, "JupyterLab shows the notebook")
         self.page.wait(f"{PANEL}?.context?.path == {json.dumps(name)} && {self._status()} == 'idle'", 180, "the kernel is idle")
 

@@ -29,7 +29,7 @@ EXPLORERS = {  # name: (code, what is chosen in its drop-down lists before the p
     "explorer-monitor": ('widgets.monitor("./data")', {}),
 }
 CHOOSE = """((k, text) => { const list = document.querySelectorAll('.jupyter-widgets select')[k];
-  list.selectedIndex = [...list.options].findIndex(o => o.text.includes(text)); list.dispatchEvent(new Event('change', {bubbles: true})); })"""
+  list.selectedIndex = [...list.options].findIndex(o => o.text.replaceAll('\u00a0', ' ').includes(text)); list.dispatchEvent(new Event('change', {bubbles: true})); })"""
 
 
 def main() -> None:
@@ -145,14 +145,15 @@ def smaller(shot: Path, file: Path, width: int, height: int = 640) -> Path:
 
 
 def write_small(picture, file: Path, most: int = 150_000) -> Path:
-    """Write PNG of at most `most` bytes, with as many colours as that allows."""
+    """Write PNG of at most `most` bytes: with as many colours as that allows, and smaller when sixteen are too many."""
     from PIL import Image
 
-    for colours in (128, 64, 32, 16):
-        picture.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, optimize=True)
-        if file.stat().st_size <= most:
-            break
-    return file
+    while True:
+        for colours in (128, 64, 32, 16):
+            picture.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, optimize=True)
+            if file.stat().st_size <= most:
+                return file
+        picture = picture.resize((round(picture.width * 0.85), round(picture.height * 0.85)), Image.Resampling.LANCZOS)
 
 
 if __name__ == "__main__":

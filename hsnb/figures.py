@@ -193,6 +193,7 @@ def published(seconds, tokens, ax=None):
     ax = axes(ax, (7, 2.2))
     ax.plot(seconds, tokens, "o-", ms=3, lw=0.8, color=BLUE, label=f"seen {len(seconds)} times")
     ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published", ylim=(0, None))
+    ax.set_xlim(0, max(10.0, *seconds))
     ax.legend(fontsize=8)
     return ax
 

@@ -67,5 +67,8 @@ def choice(name: str, options: Any, value: Any = None) -> ipywidgets.Dropdown:
 
 
 def table_html(frame: Any) -> str:
-    """Return a pandas table that scrolls on its own when it is wide."""
-    return f'<div style="overflow-x:auto">{frame.to_html(index=False, border=0, float_format="{:.4g}".format)}</div>'
+    """Return a pandas table that scrolls on its own when it is wide, and never widens what it stands in (`contain`)."""
+    made = frame.to_html(index=False, border=0, float_format="{:.4g}".format, justify="left")
+    for cell in ("th", "td"):  # ipywidgets has no style for tables
+        made = made.replace(f"<{cell}>", f'<{cell} style="padding:.1rem 1.2rem .1rem 0;text-align:left;white-space:nowrap">')
+    return f'<div style="overflow-x:auto;contain:inline-size">{made}</div>'
