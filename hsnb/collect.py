@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ def failure(spool: Path, request_id: str) -> str:
 def collect(spool: Path, request_id: str, layout: str = "safetensors", timeout_s: float = TIMEOUT_S) -> Path:
     """Return the path of the dump of an answered request; it is written beside the prefill, so it may come a moment later.
 
-    Raises CaptureError with the plug-in's own reason, or when the server has published no dump at all for `timeout_s`.
+    Raises CaptureError with the plug-in's own reason, or when the server has published no dump, and written to none, for `timeout_s`.
     """
     for path in _looks(spool, request_id, layout, timeout_s):
         if path:
@@ -65,6 +66,8 @@ def _looks(spool: Path, request_id: str, layout: str, timeout_s: float):
                 )
             if told != (told := [a.counts.get("captured") for a in read_armed(spool)]):  # a slow disk: others' dumps are before ours
                 end = min(now + timeout_s, begun + PATIENCE * timeout_s)
+        if now > end and now < begun + PATIENCE * timeout_s and _being_written(spool, timeout_s):  # one long dump on a slow disk
+            end = now + FAILURES_S
         if now > end:
             gone = "" if read_armed(spool) else "; the spool has no armed file any more"
             raise CaptureError(
@@ -73,6 +76,15 @@ def _looks(spool: Path, request_id: str, layout: str, timeout_s: float):
                 likely="the spool was removed, or is another server's" if gone else "the server has another request-id prefix, or hangs",
                 next="start the server with hsnb serve, and give its URL",
             )
+
+
+def _being_written(spool: Path, seconds: float) -> bool:
+    """Say whether the server has put rows into any unfinished dump in the last `seconds`."""
+    newest = 0.0
+    for path in spool.glob(".*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # published meanwhile
+            newest = max(newest, path.stat().st_mtime)
+    return time.time() - newest < seconds
 
 
 def free(path: Path) -> None:

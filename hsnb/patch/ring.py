@@ -1,7 +1,8 @@
 """A bounded ring of host memory between the model's device and the spool, page-locked when the device is a GPU.
 
 Pieces are taken in order by the forward's thread and given back in any order by the writers; the space of a piece is used again
-once every older piece is back. So the memory never grows, and a writer that falls behind is felt as a wait in `take`.
+once every older piece is back. So the memory never grows, and a writer that falls behind is felt as a wait in `take`. A disk that
+hangs must not hang the model: when no piece comes back for PATIENCE_S, `take` refuses until one does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ VARIABLE = "SGLANG_HS_DUMP_RING_MIB"
 _CHUNKS = 4  # with overlapped scheduling two batches are on the device while a third is written
 _LEAST, _MOST = 64 << 20, 2 << 30  # bytes, of the default
 _ALIGN = 512  # bytes: a piece can be viewed as any dtype
+PATIENCE_S = 60.0  # SGLang's own watchdog ends a scheduler that stands still for 300
 
 
 @dataclass
@@ -52,10 +54,15 @@ class Ring:
                 raise RuntimeError(f"{nbytes >> 20} MiB could not be page-locked ({code}): set {VARIABLE} to less")
         self._slots: deque[Slot] = deque()  # oldest first
         self._head = 0
+        self._given = 0  # pieces that came back, ever
+        self._stuck = -1  # what _given was when the patience ended
         self._changed = threading.Condition()
 
     def take(self, nbytes: int, users: int = 1) -> tuple[Slot, float]:
-        """Return the next `nbytes`, for `users` to give back, and the seconds that were waited for them. Raises ValueError for more than one piece may have."""
+        """Return the next `nbytes`, for `users` to give back, and the seconds that were waited for them.
+
+        Raises ValueError for more than one piece may have, TimeoutError when the ring is full and nothing comes back.
+        """
         nbytes = -(-nbytes // _ALIGN) * _ALIGN
         if nbytes > self.largest:
             raise ValueError(f"a piece of {nbytes:,} bytes, at most {self.largest:,} of a ring of {len(self.memory):,}: raise {VARIABLE}")
@@ -64,7 +71,10 @@ class Ring:
             if start is None:
                 before = time.monotonic()
                 while (start := self._room(nbytes)) is None:
-                    self._changed.wait()
+                    given = self._given
+                    if given == self._stuck or not self._changed.wait_for(lambda given=given: self._given > given, PATIENCE_S):
+                        self._stuck = given
+                        raise TimeoutError(f"the ring of {len(self.memory) >> 20} MiB is full and nothing was written for {PATIENCE_S:g} s")
                 waited = time.monotonic() - before
             slot = Slot(start, start + nbytes, users)
             self._slots.append(slot)
@@ -88,6 +98,7 @@ class Ring:
             slot.users -= 1
             if slot.users:
                 return
+            self._given += 1
             while self._slots and not self._slots[0].users:
                 self._slots.popleft()
             self._changed.notify_all()

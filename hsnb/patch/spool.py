@@ -147,14 +147,19 @@ class SafetensorsRequest(Request):
         return self._header_size.to_bytes(8, "little") + header.ljust(self._header_size)
 
     def publish(self, spool: Path) -> None:
-        """Give the file its name."""
+        """Close the file and give it its name; in this order, because some file systems tell of a failed write when it is closed."""
         self.seal()
-        os.replace(self._temporary, self._path)  # while it is open: when this fails, `discard` closes it, and closes it once
-        os.close(self._fd)
+        self._close()
+        os.replace(self._temporary, self._path)
 
     def discard(self) -> None:
-        os.close(self._fd)
         self._temporary.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:  # once: the number may be another file's by then
+            os.close(fd)
 
 
 class PtRequest(Request):

@@ -95,7 +95,7 @@ class Writer:
         self._ready: SimpleQueue[File] = SimpleQueue()
         self._changed = threading.Condition()
         self._unfinished = 0  # jobs queued or running
-        self._started = False
+        self._started = 0
         self._stream: torch.cuda.Stream | None = None
 
     # -- the forward's thread ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Writer:
 
     def rows_at_once(self, states: torch.Tensor) -> int:
         """Return how many rows of [n, K + 1, H] a piece holds, with their ids. Raises ValueError when not one fits."""
-        most = self.ring.largest // (states[0].numel() * states.element_size() + 8)
+        most = (self.ring.largest - 7) // (states[0].numel() * states.element_size() + 8)  # 7: the ids begin at a multiple of 8
         if most < 1:
             self.ring.take(states[0].numel() * states.element_size() + 8)  # says how large a ring is needed
         return most
@@ -118,17 +118,24 @@ class Writer:
     def add(self, files: list[tuple[File, Rows]], states: torch.Tensor, token_ids: torch.Tensor) -> float:
         """Queue the copies and the writing of a batch [tokens, K + 1, H] and int64 [tokens], of which `files` want their rows.
 
-        Return the seconds waited because the ring was full.
+        Return the seconds waited because the ring was full. Raises what kept a piece from being copied: it and those after it
+        are not queued.
         """
+        self._start()
         waited, rows = 0.0, [r for _, r in files]
         for first, end, wanted in cuts(rows, self.rows_at_once(states)):
             nbytes = (end - first) * states[0].numel() * states.element_size()
             ids_at = -(-nbytes // 8) * 8
             slot, seconds = self.ring.take(ids_at + 8 * (end - first), users=len(wanted))
             waited += seconds
-            here = self.ring.view(slot, 0, (end - first, *states.shape[1:]), states.dtype)
-            ids = self.ring.view(slot, ids_at, (end - first,), torch.int64)
-            copy = Copy(slot, self._copy(here, states[first:end], ids, token_ids[first:end]))
+            try:
+                here = self.ring.view(slot, 0, (end - first, *states.shape[1:]), states.dtype)
+                ids = self.ring.view(slot, ids_at, (end - first,), torch.int64)
+                copy = Copy(slot, self._copy(here, states[first:end], ids, token_ids[first:end]))
+            except BaseException:
+                for _ in wanted:  # a piece that nobody gives back would fill the ring for good
+                    self.ring.give(slot)
+                raise
             mine = [rows[k].within(first, end) for k in wanted]
             lengths = [r.n for r in mine]
             for k, r, part, own in zip(wanted, mine, here.split(lengths), ids.split(lengths), strict=True):
@@ -158,11 +165,21 @@ class Writer:
         with self._changed:
             self._changed.wait_for(lambda: not self._unfinished)
 
-    def _queue(self, file: File, piece: Piece | None) -> None:
-        if not self._started:  # not earlier: a server that captures nothing has no thread of ours
-            self._started = True
-            for n in range(self.threads):
+    def _start(self) -> None:
+        """Start the threads; not earlier than the first rows: a server that captures nothing has no thread of ours.
+
+        Raises RuntimeError when not one can be started.
+        """
+        for n in range(self._started, self.threads):
+            try:
                 threading.Thread(target=self._work, name=f"hsnb-writer-{n}", daemon=True).start()
+            except RuntimeError:  # a limit of the system; fewer write more slowly, and the next rows try again
+                if not self._started:
+                    raise
+                return
+            self._started += 1
+
+    def _queue(self, file: File, piece: Piece | None) -> None:
         with self._changed:
             self._unfinished += 1
             file.todo.append(piece)
@@ -215,8 +232,11 @@ class Writer:
             file.over = True
         except Exception as error:
             log.exception("hsnb: request %s failed", request.request_id)
-            self._remove(file)
-            self.failed(file, f"{type(error).__name__}: {error}")
+            try:
+                self._remove(file)
+            finally:  # told even when the disk does not even take a removal
+                if not file.given_up:  # of one that was given up the reason is told, or it starts again
+                    self.failed(file, f"{type(error).__name__}: {error}")
 
     @staticmethod
     def _remove(file: File) -> None:
