@@ -78,7 +78,12 @@ class Results(_Strict):
 
     def write(self, path: Path) -> None:
         """Write the file so that a reader sees the old one or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(self.model_dump_json(indent=1) + "\n")
-        os.replace(temporary, path)
+        write_model(self, path)
+
+
+def write_model(model: BaseModel, path: Path) -> None:
+    """Write a model as JSON so that a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(model.model_dump_json(indent=1) + "\n")
+    os.replace(temporary, path)

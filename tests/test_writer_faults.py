@@ -14,7 +14,7 @@ from hsnb.errors import CaptureError
 from hsnb.patch import ring as rings
 from hsnb.patch.ring import Ring
 from hsnb.patch.spool import SafetensorsRequest
-from hsnb.patch.writer import Writer
+from hsnb.patch.writer import Writer, side_by_side
 from tests.test_modes import req, said
 from tests.test_writer import assert_right, made, run, slowly
 
@@ -154,3 +154,14 @@ def test_the_client_waits_for_a_long_dump_that_is_still_written_and_not_for_one_
         collect(tmp_path, "hsnb-b", timeout_s=0.4)
     assert time.monotonic() - before < 3
     hang.set()
+
+
+def test_columns_are_put_side_by_side_as_torch_does_and_never_stretched():
+    """numpy would repeat a single row without a word."""
+    packed = torch.randn(7, 3 * 8).to(torch.bfloat16)  # DeepSeek's aux states: chunks of one tensor
+    columns = [*packed.chunk(3, dim=-1), torch.randn(7, 8).to(torch.bfloat16)]
+    assert torch.equal(side_by_side(columns), torch.stack(columns, dim=1))
+    with pytest.raises(ValueError, match=r"different kinds: \['torch.bfloat16\[1, 8\]', 'torch.bfloat16\[7, 8\]'\]"):
+        side_by_side([columns[0], columns[1][:1]])
+    with pytest.raises(ValueError, match="torch.float32"):
+        side_by_side([columns[0], columns[1].float()])

@@ -23,7 +23,7 @@ from hsnb.patch.ring import Ring, ring_bytes
 from hsnb.patch.rows import Known, Rows, Seen
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import LAYOUTS, Request, dtype_name
-from hsnb.patch.writer import File, Writer
+from hsnb.patch.writer import File, Writer, side_by_side
 
 log = logging.getLogger("sglang.hsnb")
 _MAX_KNOWN = 65536
@@ -211,10 +211,10 @@ class Capture:
             wanted = (*self.settings.boundaries, "final")
             if missing := [k for k in wanted if k not in states]:
                 raise ValueError(f"none for {missing}")
-            stacked = torch.stack([states[k] for k in wanted], dim=1)  # [tokens, K + 1, H]: a request's rows are one contiguous piece
+            stacked = side_by_side([states[k] for k in wanted])  # [tokens, K + 1, H]: a request's rows are one contiguous piece
             if stacked.shape[0] != token_ids.shape[0]:
                 raise ValueError(f"{stacked.shape[0]} rows for {token_ids.shape[0]} tokens: scattered tokens are not captured")
-            ids = token_ids.to(torch.int64, copy=True)
+            ids = token_ids.to(torch.int64, copy=True)  # [tokens]
             if self.writes:
                 self.writer.follow(stacked, ids)
         except Exception as error:
