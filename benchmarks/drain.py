@@ -59,8 +59,8 @@ class Dumps:
 
 
 DUMPS = {
-    "long": Dumps(2048, 8, 7168, torch.bfloat16),
-    "short": Dumps(128, 128, 7168, torch.bfloat16),
+    "long": Dumps(2048, 4, 7168, torch.bfloat16),
+    "short": Dumps(128, 32, 7168, torch.bfloat16),
     "demo": Dumps(256, 64, 576, torch.float32),
 }
 
@@ -124,7 +124,13 @@ def one_turn(dumps: Dumps, spool_root: Path, output_root: Path, threads: int) ->
 
 def write_dumps(dumps: Dumps, spool: Path) -> tuple[list[Path], torch.Tensor]:
     """Write them as the plug-in does and return their paths and their token ids, which are the same in all."""
-    meta = {"hsnb_format": "1", "boundaries": json.dumps(list(BOUNDARIES)), "final": "pre", "dtype": dtype_name(dumps.dtype), "model": "drain"}
+    meta = {
+        "hsnb_format": "1",
+        "boundaries": json.dumps(list(BOUNDARIES)),
+        "final": "pre",
+        "dtype": dtype_name(dumps.dtype),
+        "model": "drain",
+    }
     meta |= {"sglang_version": "0", "patch_version": "0", "tp_rank": "0", "tp_size": "1"}
     states = torch.randn(dumps.tokens, 4, dumps.hidden, generator=torch.Generator().manual_seed(0)).to(dumps.dtype)
     ids, paths = torch.arange(dumps.tokens), []

@@ -1,15 +1,21 @@
-"""Write the tables of docs/performance.md from docs/speed-results.json: python -m benchmarks.render_speed."""
+"""Write the tables of docs/performance.md and the README from what `make bench` measured: python -m benchmarks.render_speed."""
 
 from __future__ import annotations
 
 import statistics
 import sys
+from pathlib import Path
 
+from benchmarks import drain_results, others_results
 from benchmarks.gpu_site import ROOT
 from benchmarks.speed_results import FILE, Load, Results
 
-PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- tables: make bench -->\n", "<!-- end of tables -->"
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+MARKS = {  # of each table: where it begins and ends
+    "server": ("<!-- tables: make bench -->\n", "<!-- end of tables -->"),
+    "client": ("<!-- client: python -m benchmarks.drain -->\n", "<!-- end of client -->"),
+    "others": ("<!-- others: python -m benchmarks.others -->\n", "<!-- end of others -->"),
+}
 
 
 def spread(values: list[float]) -> str:
@@ -20,19 +26,18 @@ def spread(values: list[float]) -> str:
 def row(name: str, load: Load) -> str:
     """Return one load as a row."""
     plain, captured = (statistics.median(t.rate for t in turns) for turns in (load.plain, load.captured))
-    cells = [
+    return _cells(
         name, load.prompts, str(load.turns), f"{plain:,.0f}", f"{captured:,.0f}", spread(load.ratios()), spread(load.ratios("cpu_s")),
         f"{captured * load.token_bytes / 1e9:.2f}", f"{load.ring_full_ms:,}", f"{load.memory_growth_mib:.1f}",
-    ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    )  # fmt: skip
 
 
 def tables(results: Results) -> str:
     """Return every run's tables."""
-    head = (
-        "| load | prompts | n | plain, tokens/s | captured, tokens/s | ratio (spread) | schedulers' CPU a token, ratio (spread)"
-        " | GB/s into the spool | forward waited for the ring, ms | memory grown, MiB |\n" + "| --- " * 10 + "|\n"
-    )
+    head = _head(
+        "load", "prompts", "n", "plain, tokens/s", "captured, tokens/s", "ratio (spread)", "schedulers' CPU a token, ratio (spread)",
+        "GB/s into the spool", "forward waited for the ring, ms", "memory grown, MiB",
+    )  # fmt: skip
     parts = []
     for key, run in sorted(results.runs.items()):
         rows = [row(name, load) for name, load in run.loads.items() if load.turns]
@@ -42,11 +47,56 @@ def tables(results: Results) -> str:
     return "".join(parts)
 
 
+def client_tables(results: drain_results.DrainResults) -> str:
+    """Return every run of the client's drain."""
+    parts = []
+    for key, run in sorted(results.runs.items()):
+        parts.append(f"### {key}\n\n{run.cores} cores, {run.threads} threads that publish, {run.date}, hsnb source {run.versions['hsnb source']}\n\n")
+        parts.append(_head("spool to output", "dumps", "n", "cores for each GB/s (spread)", "GB/s (spread)"))
+        for name, case in run.cases.items():
+            parts.append(_cells(name, case.dumps, str(len(case.turns)), spread(case.values("cores")), spread(case.values("rate"))) + "\n")
+        parts.append("\n")
+    return "".join(parts)
+
+
+def others_tables(results: others_results.Others) -> str:
+    """Return hsnb beside the other ways."""
+    parts = []
+    for name, part in results.parts.items():
+        first = next(iter(part.ways))
+        parts.append(f"**{name}**: {part.work}; {part.date}, hsnb source {part.versions['hsnb source']}\n\n")
+        against = f"of {first}'s (spread)"
+        parts.append(_head("way", "n", "until the forward goes on, s", against, "until all is written, s", against, "CPU, s", against))
+        for way, samples in part.ways.items():
+            values = [str(len(samples))]
+            for of in ("stood_s", "seconds", "cpu_s"):
+                values += [f"{part.median(way, of):.3f}", spread(part.ratios(way, of))]
+            parts.append(_cells(way, *values) + "\n")
+        parts.append("\n")
+    return "".join(parts)
+
+
+def _cells(*values: str) -> str:
+    return "| " + " | ".join(values) + " |"
+
+
+def _head(*names: str) -> str:
+    return f"{_cells(*names)}\n{_cells(*['---'] * len(names))}\n"
+
+
+def put(page: Path, mark: str, text: str) -> None:
+    """Replace what stands between two marks of a page."""
+    begin, end = MARKS[mark]
+    before, rest = page.read_text().split(begin)
+    page.write_text(before + begin + text + end + rest.split(end)[1])
+
+
 def main() -> int:
-    """Replace what stands between the two marks; return 0."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(before + BEGIN + tables(Results.read(PAGE.with_name(FILE))) + END + after)
+    """Replace every table; return 0."""
+    docs = PAGE.parent
+    put(PAGE, "server", tables(Results.read(docs / FILE)))
+    put(PAGE, "client", client_tables(drain_results.DrainResults.read(docs / drain_results.FILE)))
+    put(PAGE, "others", others_tables(others_results.Others.read(docs / others_results.FILE)))
     print(PAGE)
     return 0
 

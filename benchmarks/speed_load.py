@@ -82,8 +82,8 @@ def measure(server, prompts: Prompts, turns: int, end: float) -> Load:
     )
 
 
-def one_turn(server, ids: list[list[int]], together: int, kind: str) -> Turn:
-    """Send every prompt once. Raises RuntimeError when a prompt was not captured."""
+def one_turn(server, ids: list[list[int]], together: int, kind: str, **more) -> Turn:
+    """Send every prompt once, with `more` in each request. Raises RuntimeError when a prompt was not captured."""
     from concurrent.futures import ThreadPoolExecutor
 
     rids = [f"{kind}-{uuid.uuid4().hex}" for _ in ids]
@@ -93,7 +93,7 @@ def one_turn(server, ids: list[list[int]], together: int, kind: str) -> Turn:
     with server.client() as client, ThreadPoolExecutor(len(parts)) as pool:
         began = time.perf_counter()
         asked = [
-            pool.submit(client.request, "POST", "/generate", {"rid": rids[p], "input_ids": ids[p], "sampling_params": sampling})
+            pool.submit(client.request, "POST", "/generate", {"rid": rids[p], "input_ids": ids[p], "sampling_params": sampling, **more})
             for p in parts
         ]
         for reply in asked:

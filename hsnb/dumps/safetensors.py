@@ -64,6 +64,19 @@ class SafetensorsDump(Dump):
             return file.get_tensor("hidden_states")
 
 
+def relabel(path: Path, meta: dict[str, str]) -> None:
+    """Give a file of hidden_states and token_ids other metadata in place; the tensors stay where they are.
+
+    Raises DumpError when it holds anything else, or has no room for it.
+    """
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        tree = json.loads(file.read(size))
+        if tree.keys() != {"__metadata__", "hidden_states", "token_ids"}:
+            raise unreadable(path, f"entries {sorted(tree)}, expected hidden_states and token_ids with their metadata")
+        _put_header(file, path, {**tree, "__metadata__": meta}, size)
+
+
 def sort_header(path: Path) -> None:
     """Rewrite a file's header in place with sorted keys: the same content is then the same bytes.
 
@@ -71,9 +84,12 @@ def sort_header(path: Path) -> None:
     """
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
-        tree = json.loads(file.read(size))
-        header = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(header) > size:
-            raise unreadable(path, f"a header of {size} bytes that takes {len(header)} when it is sorted")
-        file.seek(8)
-        file.write(header.ljust(size))
+        _put_header(file, path, json.loads(file.read(size)), size)
+
+
+def _put_header(file, path: Path, tree: dict, size: int) -> None:
+    header = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(header) > size:
+        raise unreadable(path, f"a header of {size} bytes that takes {len(header)} when it is sorted")
+    file.seek(8)
+    file.write(header.ljust(size))

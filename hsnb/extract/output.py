@@ -16,14 +16,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-import xxhash
 
 from hsnb.dumps import Dump
 from hsnb.ledger import FOLDER, Entry, Ledger
 from hsnb.params import Deployment
 from hsnb.paths import write_json
 from hsnb.trainers import layout as find_layout
-from hsnb.trainers.layout import sync_folder
+from hsnb.trainers.place import file_digest, sync_folder
 
 STAGING, ASIDE = ".staging", "set-aside"  # in the data set's folder
 GROUP = 256  # samples entered in one transaction at most
@@ -170,11 +169,7 @@ def set_aside(folder: Path, file: str) -> Path | None:
 
 def checksum(path: Path) -> str:
     """Return the xxh3-128 of a file, "" when there is none."""
-    digest = xxhash.xxh3_128()
     try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
+        return file_digest(path)
     except FileNotFoundError:
         return ""
-    return digest.hexdigest()

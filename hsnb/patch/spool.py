@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-_CHUNKS_ROOM = 4096  # bytes of header for the list of chunks
+_CHUNKS_ROOM = 2048  # bytes of header for the list of chunks, at least
+_PAGE = 4096  # the tensors begin at a multiple of it, whatever the request's name: a published file's bytes do not depend on that
 _ATTEMPTS = itertools.count()  # a prompt that starts again has another temporary file: the old one may still be on its way out
 _AT_ONCE = 64 << 20  # bytes
 _NUMBERED = threading.Lock()  # one req_N at a time
@@ -101,7 +102,7 @@ class SafetensorsRequest(Request):
         self._temporary = spool / f".{self._attempt()}.tmp"
         self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._row = self.columns * self.hidden_size * self.dtype.itemsize
-        self._header_size = len(self._header([])) + _CHUNKS_ROOM & ~7
+        self._header_size = -(-(8 + len(self._header([])) + _CHUNKS_ROOM) // _PAGE) * _PAGE - 8
         self._ids_at = 8 + self._header_size
         self._states_at = self._ids_at + 8 * self.num_tokens  # int64 first: both stay aligned
         try:

@@ -23,7 +23,8 @@ from hsnb.dumps.dump import unreadable
 from hsnb.errors import ExtractError, ParamsError
 from hsnb.paths import write_json
 from hsnb.trainers.folder import TrainingFolder, TrainingSample, make_sample, split_packed
-from hsnb.trainers.layout import Layout, Row, Training, Written, synced_checksum
+from hsnb.trainers.layout import Layout, Row, Training, Written
+from hsnb.trainers.place import synced_checksum
 
 VERSION = 2
 RECORD = struct.Struct("<QIIQQQQQ")  # sample_id, shard_id, seq_len, then the five offsets

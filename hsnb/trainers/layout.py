@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 
 from hsnb.boundaries import from_boundaries, model_family
@@ -24,6 +23,7 @@ from hsnb.dumps.memory import MemoryDump
 from hsnb.errors import DumpError, ExtractError, HsnbError, ModelError, ParamsError
 from hsnb.params import num_layers, read_config
 from hsnb.trainers.folder import TrainingFolder
+from hsnb.trainers.place import sync_folder, synced_checksum
 from hsnb.weights import final_norm, rms_norm
 
 
@@ -167,7 +167,7 @@ class Layout(ABC):
         `loss_mask` [S] is asked for where the layout keeps it in the file. Raises ExtractError when the file system does not
         take it, ModelError when the final is to be normed and the dump's model is not to be found.
         """
-        meta = {k: str(dump.metadata[k]) for k in ("model", "sglang_version", "patch_version", "request_id")}
+        meta = sample_meta(dump)
         made = Row(row, dump.token_ids, loss_mask, dump.states(), tuple(dump.boundaries), dump.final, meta["model"], meta)
         return self.write(folder, made)
 
@@ -179,26 +179,52 @@ class Layout(ABC):
         if self.mask == "file" and row.loss_mask is None:
             raise TypeError(f"the {self.name} layout has the loss mask in a sample's file: row {row.number} came without one")
         row = self.fit(row)
-        file = self.sample_file(row.number)
+
+        def fill(path: Path) -> None:
+            self.save(path, row)
+
+        def compare(path: Path) -> None:
+            self.compare(path, row)
+
+        nbytes = row.states.numel() * row.states.itemsize
+        return self.put(folder, self.sample_file(row.number), nbytes, fill, check=compare if check else None, sync=sync)
+
+    def put(
+        self,
+        folder: Path,
+        file: str,
+        nbytes: int,
+        fill: Callable[[Path], None],
+        *,
+        check: Callable[[Path], None] | None = None,
+        undo: Callable[[Path, Path], None] = lambda *_: None,
+        sync: bool = True,
+    ) -> tuple[str, int, str]:
+        """Have `fill` make a file of about `nbytes` under a temporary name, make it durable, `check` it, and give it its name.
+
+        Return (file, bytes, xxh3-128 of the file). What fails is raised as `publish` says, `undo` called with the temporary name and the real one.
+        """
         path = folder / file
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
         try:
-            self.save(temporary, row)
-            temporary.chmod(0o644)  # safetensors makes it private; the trainer may be another user's
+            fill(temporary)
+            temporary.chmod(0o644)  # a dump is private; the trainer may be another user's
             size, checksum = synced_checksum(temporary)
             if check:
-                self.compare(temporary, row)
+                check(temporary)
             os.replace(temporary, path)
             if sync:
                 sync_folder(path.parent)
         except HsnbError:
+            undo(temporary, path)
             temporary.unlink(missing_ok=True)
             raise
         except (OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch wrap a full disk in errors of their own
+            undo(temporary, path)
             temporary.unlink(missing_ok=True)
             raise ExtractError(
                 got=f"{path}: {getattr(error, 'strerror', None) or error}",
-                expected=f"room for {row.states.numel() * row.states.itemsize:,} bytes",
+                expected=f"room for {nbytes:,} bytes",
                 likely="the output's file system is full or read-only",
                 next="make room and start it again: it goes on where it stopped",
             ) from error
@@ -248,14 +274,9 @@ def _norm(model: str) -> tuple[torch.Tensor, float]:
     return final_norm(Path(model))
 
 
-def synced_checksum(path: Path) -> tuple[int, str]:
-    """Make a written file durable and return its bytes and their xxh3-128, read back from it."""
-    with open(path, "rb") as handle:
-        os.fsync(handle.fileno())
-        checksum = xxhash.xxh3_128()
-        while block := handle.read(1 << 24):
-            checksum.update(block)
-        return handle.tell(), checksum.hexdigest()
+def sample_meta(dump: Dump) -> dict[str, str]:
+    """Return what a published file says of the dump that it was made of."""
+    return {k: str(dump.metadata[k]) for k in ("model", "sglang_version", "patch_version", "request_id")}
 
 
 def save_torch(path: Path, tree: Any) -> None:
@@ -267,12 +288,3 @@ def save_torch(path: Path, tree: Any) -> None:
 def columns(row: Row) -> list[torch.Tensor]:
     """Return the columns [S, H] as tensors of their own: of a view, torch.save writes the whole storage."""
     return [c.clone() for c in row.states.unbind(1)]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -7,6 +7,7 @@ metadata that hsnb adds, and are given to the trainer as --target-layer-ids.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -20,9 +21,10 @@ from safetensors.torch import save_file
 
 from hsnb.dumps import UNKNOWN, Dump, open_dump
 from hsnb.dumps.dump import unreadable
-from hsnb.dumps.safetensors import SafetensorsDump, sort_header
+from hsnb.dumps.safetensors import SafetensorsDump, relabel, sort_header
 from hsnb.trainers.folder import FileFolder, TrainingSample, make_sample
-from hsnb.trainers.layout import Layout, Row, Training, Written
+from hsnb.trainers.layout import Layout, Row, Training, Written, sample_meta
+from hsnb.trainers.place import move
 from hsnb.trainers.table import write_table
 
 STATES = "hidden_states"
@@ -98,8 +100,34 @@ class SpeculatorsLayout(Layout):
     def sample_file(self, row: int) -> str:
         return _file(row)
 
+    def publish(self, folder: Path, row: int, dump: Dump, loss_mask: torch.Tensor | None = None) -> tuple[str, int, str]:
+        """Take the dump itself where it holds what the file is to hold: moved where it lies on the same file system, else copied.
+
+        Either way the bytes are the same. Raises as the writing does; the dump is back in its place then.
+        """
+        if not isinstance(dump, SafetensorsDump) or (dump.dtype, dump.final) != (self.DTYPE, self.final):
+            return super().publish(folder, row, dump, loss_mask)
+        moved = False
+
+        def fill(path: Path) -> None:
+            nonlocal moved
+            moved = move(dump.path, path)
+            relabel(path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
+
+        def undo(*paths: Path) -> None:
+            for path in paths:
+                if moved and path.exists():
+                    os.replace(path, dump.path)
+
+        return self.put(folder, self.sample_file(row), dump.nbytes, fill, undo=undo)
+
+    @staticmethod
+    def meta(about: dict[str, str], boundaries: tuple[int, ...], final: str) -> dict[str, str]:
+        """Return the metadata of a file."""
+        return {**about, "hsnb_format": "1", "boundaries": str(list(boundaries)), "final": final}
+
     def save(self, path: Path, row: Row) -> None:
-        meta = {**row.meta, "hsnb_format": "1", "boundaries": str(list(row.boundaries)), "final": row.final}
+        meta = self.meta(row.meta, row.boundaries, row.final)
         save_file({"hidden_states": row.states, "token_ids": row.token_ids.contiguous()}, path, metadata=meta)
         sort_header(path)
 

@@ -1,0 +1,171 @@
+"""Measure hsnb beside the other ways of getting states out: same machine, same work, in turns.
+
+    python -m benchmarks.others [--out docs] [--parts saving,sglang,pt] [--turns 9]
+
+saving: the same states (Kimi's width, bfloat16) from the model's tensors to a whole file, by hsnb's writer, by torch.save of a
+sample as SpecForge saves it, by torch.save of each column in the forward (the pt layout as first written), by safetensors'
+save_file as vLLM's connector saves them. No engine. sglang: plain prefill, hsnb's capture and SGLang's return_hidden_states on
+one server (SmolLM2, CPU). pt: the same server with hsnb's pt layout. Results go to others-results.json, the tables of
+docs/performance.md and the README are rendered from it by `python -m benchmarks.render_speed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.gpu import now, versions
+from benchmarks.gpu_site import ROOT
+from benchmarks.others_results import FILE, Others, Part, Sample
+from hsnb.patch.ring import Ring
+from hsnb.patch.rows import Rows
+from hsnb.patch.spool import SafetensorsRequest
+from hsnb.patch.writer import File, Writer, side_by_side
+
+WIDTH, COLUMNS = 7168, 4
+LENGTHS = {"128 tokens": (128, 16), "2,048 tokens": (2048, 2)}  # tokens, samples of a turn
+META = {"hsnb_format": "1", "boundaries": "[3, 31, 59]", "final": "pre", "dtype": "bfloat16", "model": "others"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the arguments, measure, and return 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.others", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help=f"folder of {FILE} (default: docs/)")
+    parser.add_argument("--parts", default="saving,sglang,pt")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--limit-s", type=float, default=3600, help="no turn begins after this many seconds")
+    args = parser.parse_args(argv)
+    end = time.monotonic() + args.limit_s
+    for part in args.parts.split(","):
+        for name, found in {"saving": saving, "sglang": sglang, "pt": pt}[part](args.turns, end):
+            found = found.model_copy(update={"date": now(), "versions": versions()})
+            results = Others.read(args.out / FILE)
+            Others(parts={**results.parts, name: found}).write(args.out / FILE)
+            print(name, {way: [round(s.seconds, 3) for s in samples] for way, samples in found.ways.items()}, flush=True)
+    return 0
+
+
+# -- from the model's tensors to a file, no engine ----------------------------------------------------------------
+
+
+def saving(turns: int, end: float):
+    """Yield (name, Part) of each length; the ways take turns, the first one first."""
+    for words, (tokens, count) in LENGTHS.items():
+        folder = Path(tempfile.mkdtemp(prefix="hsnb-others-", dir="/dev/shm"))
+        columns = [torch.randn(tokens, WIDTH).to(torch.bfloat16) for _ in range(COLUMNS)]
+        ids = torch.arange(tokens)
+        writer = _Hsnb(folder)
+        ways: dict[str, Callable[[list[torch.Tensor], torch.Tensor, Path], None]] = {
+            "hsnb": writer.save,
+            "torch.save a sample (SpecForge)": specforge,
+            "torch.save each column (pt, as first written)": as_first_written,
+            "safetensors save_file (vLLM's connector)": connector,
+        }
+        found: dict[str, list[Sample]] = {way: [] for way in ways}
+        for turn in range(turns + 1):  # the first one warms up
+            if turn > 1 and time.monotonic() > end:
+                break
+            for way, save in ways.items():
+                cpu, began = time.process_time(), time.perf_counter()
+                for n in range(count):
+                    save(columns, ids, folder / f"{n}")
+                stood = time.perf_counter() - began
+                writer.writer.settle()
+                seconds, spent = time.perf_counter() - began, time.process_time() - cpu
+                if turn:
+                    nbytes = count * tokens * COLUMNS * WIDTH * 2
+                    found[way].append(Sample(tokens=count * tokens, nbytes=nbytes, seconds=seconds, stood_s=stood, cpu_s=spent))
+                for path in folder.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(folder)
+        yield f"saving {words}", Part(work=f"{count} samples of {words}, 57,344 bytes a token, into /dev/shm", ways=found)
+
+
+class _Hsnb:
+    """hsnb's writer as the capture drives it."""
+
+    def __init__(self, spool: Path):
+        self.failures: list[str] = []
+        self.writer = Writer(
+            spool,
+            Ring(512 << 20),
+            put=lambda request, rows, states, ids: request.put(rows.start, states, ids, rows.goes_on),
+            publish=lambda request: request.publish(spool),
+            failed=lambda file, why: self.failures.append(why),
+        )
+
+    def save(self, columns: list[torch.Tensor], ids: torch.Tensor, path: Path) -> None:
+        """Queue one prompt; raises what a thread met before."""
+        if self.failures:
+            raise RuntimeError(self.failures[0])
+        rid, tokens = uuid.uuid4().hex, len(ids)
+        request = SafetensorsRequest(rid, tokens, "data", COLUMNS, WIDTH, columns[0].dtype, META)
+        self.writer.add([(File(request), Rows(rid, 0, 0, tokens, "data"))], side_by_side(columns), ids)
+
+
+def specforge(columns: list[torch.Tensor], ids: torch.Tensor, path: Path) -> None:
+    """Save a sample as SpecForge 0.2's prepare_hidden_states.py does."""
+    aux, final = torch.cat(columns[:-1], dim=-1)[None], columns[-1][None]
+    torch.save({"input_ids": ids, "loss_mask": torch.ones_like(ids), "aux_hidden_state": aux, "hidden_state": final}, f"{path}.ckpt")
+
+
+def as_first_written(columns: list[torch.Tensor], ids: torch.Tensor, path: Path) -> None:
+    """Save aux_0.pt ... final.pt and the metadata."""
+    path.mkdir()
+    for name, column in zip(("aux_0", "aux_1", "aux_2", "final"), columns, strict=True):
+        torch.save(column, path / f"{name}.pt")
+    (path / "metadata.json").write_text(json.dumps({**META, "token_ids": ids.tolist()}))
+
+
+def connector(columns: list[torch.Tensor], ids: torch.Tensor, path: Path) -> None:
+    """Save one safetensors file."""
+    save_file({"hidden_states": torch.stack(columns, dim=1), "token_ids": ids}, f"{path}.safetensors")
+
+
+# -- engines ------------------------------------------------------------------------------------------------------
+
+
+def sglang(turns: int, end: float):
+    """Yield plain prefill, hsnb's capture, and return_hidden_states (the last state only, as JSON) on one server."""
+    yield "sglang", _served("safetensors", ("plain", "hsnb", "return_hidden_states"), turns, end)
+
+
+def pt(turns: int, end: float):
+    """Yield plain prefill and hsnb's pt layout."""
+    yield "sglang, pt layout", _served("pt", ("plain", "hsnb, pt layout"), turns, end)
+
+
+def _served(layout: str, ways: tuple[str, ...], turns: int, end: float) -> Part:
+    from benchmarks.gpu_probe import prompt_ids
+    from benchmarks.speed_load import VOCAB, deployment, one_turn
+    from hsnb.server import Server
+
+    made = deployment("cpu", None, layout)
+    server = made.server.model_copy(update={"flags": {**made.server.flags, "enable-return-hidden-states": True}})
+    ids = [prompt_ids(128, VOCAB, seed=n) for n in range(4)]
+    found: dict[str, list[Sample]] = {way: [] for way in ways}
+    with Server.start(made.model_copy(update={"server": server}), log_dir=Path(tempfile.mkdtemp(prefix="hsnb-others-"))) as running:
+        for turn, way in itertools.product(range(turns + 1), ways):
+            if turn > 1 and time.monotonic() > end:
+                break
+            kind = "hsnb-bench" if way.startswith("hsnb") else "plain"
+            t = one_turn(running, ids, 64, kind, **({"return_hidden_states": True} if way.startswith("return") else {}))
+            if turn:
+                found[way].append(Sample(tokens=t.tokens, nbytes=0, seconds=t.published_s, stood_s=t.answered_s, cpu_s=t.cpu_s))
+    whole = min(map(len, found.values()))
+    return Part(work="4 prompts of 128 tokens at once, SmolLM2 in float32", ways={w: s[:whole] for w, s in found.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
