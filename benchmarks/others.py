@@ -65,7 +65,7 @@ def saving(turns: int, end: float):
         folder = Path(tempfile.mkdtemp(prefix="hsnb-others-", dir="/dev/shm"))
         columns = [torch.randn(tokens, WIDTH).to(torch.bfloat16) for _ in range(COLUMNS)]
         ids = torch.arange(tokens)
-        writer = _Hsnb(folder)
+        writer = Hsnb(folder)
         ways: dict[str, Callable[[list[torch.Tensor], torch.Tensor, Path], None]] = {
             "hsnb": writer.save,
             "torch.save a sample (SpecForge)": specforge,
@@ -92,7 +92,7 @@ def saving(turns: int, end: float):
         yield f"saving {words}", Part(work=f"{count} samples of {words}, 57,344 bytes a token, into /dev/shm", ways=found)
 
 
-class _Hsnb:
+class Hsnb:
     """hsnb's writer as the capture drives it."""
 
     def __init__(self, spool: Path):

@@ -6,7 +6,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import drain_results, others_results
+from benchmarks import drain_results, grow_results, others_results
 from benchmarks.gpu_site import ROOT
 from benchmarks.speed_results import FILE, Load, Results
 
@@ -15,6 +15,7 @@ MARKS = {  # of each table: where it begins and ends
     "server": ("<!-- tables: make bench -->\n", "<!-- end of tables -->"),
     "client": ("<!-- client: python -m benchmarks.drain -->\n", "<!-- end of client -->"),
     "others": ("<!-- others: python -m benchmarks.others -->\n", "<!-- end of others -->"),
+    "grow": ("<!-- grow: python -m benchmarks.grow -->\n", "<!-- end of grow -->"),
 }
 
 
@@ -51,7 +52,9 @@ def client_tables(results: drain_results.DrainResults) -> str:
     """Return every run of the client's drain."""
     parts = []
     for key, run in sorted(results.runs.items()):
-        parts.append(f"### {key}\n\n{run.cores} cores, {run.threads} threads that publish, {run.date}, hsnb source {run.versions['hsnb source']}\n\n")
+        parts.append(
+            f"### {key}\n\n{run.cores} cores, {run.threads} threads that publish, {run.date}, hsnb source {run.versions['hsnb source']}\n\n"
+        )
         parts.append(_head("spool to output", "dumps", "n", "cores for each GB/s (spread)", "GB/s (spread)"))
         for name, case in run.cases.items():
             parts.append(_cells(name, case.dumps, str(len(case.turns)), spread(case.values("cores")), spread(case.values("rate"))) + "\n")
@@ -72,6 +75,46 @@ def others_tables(results: others_results.Others) -> str:
             for of in ("stood_s", "seconds", "cpu_s"):
                 values += [f"{part.median(way, of):.3f}", spread(part.ratios(way, of))]
             parts.append(_cells(way, *values) + "\n")
+        parts.append("\n")
+    return "".join(parts)
+
+
+def grow_tables(found: grow_results.Grow) -> str:
+    """Return what a token and a sample cost as the work grows."""
+    parts = [f"{found.date}, hsnb source {found.versions['hsnb source']}\n\n"] if found.date else []
+    if found.writer:
+        parts.append(
+            _head("prompts of, tokens", "n", "writer's CPU, us a token (spread)", "wall, us a token (spread)", "memory, MiB (spread)")
+        )
+        for one in found.writer:
+            us = [spread([1e6 * s for s in values]) for values in (one.cpu_s, one.seconds)]
+            parts.append(_cells(f"{one.tokens:,}", str(len(one.seconds)), *us, spread(one.memory_mib)) + "\n")
+        parts.append("\n")
+    if found.client:
+        names = (
+            "samples",
+            "a second",
+            "seconds of the second thousand",
+            "of the last",
+            "memory after the second thousand, MiB",
+            "at the end",
+        )
+        parts.append(_head(*names))
+        for count, one in sorted(found.client.items()):
+            seconds = (f"{one.seconds[1]:.2f}", f"{one.seconds[-1]:.2f}") if len(one.seconds) > 1 else ("", "")
+            memory = (f"{one.memory_mib[min(2, len(one.memory_mib) - 1)]:.0f}", f"{one.memory_mib[-1]:.0f}")
+            parts.append(_cells(f"{count:,}", f"{one.rate:.0f}", *seconds, *memory) + "\n")
+        parts.append("\n")
+    return "".join(parts)
+
+
+def beside(results: others_results.Others) -> str:
+    """Return the README's short table: the medians of what each way takes, hsnb's or plain prefill's taken as 1."""
+    parts = []
+    for name, part in results.parts.items():
+        parts.append(_head(f"{name} (the first is 1)", "until the forward goes on", "until all is written", "CPU"))
+        for way in part.ways:
+            parts.append(_cells(way, *(f"{statistics.median(part.ratios(way, of)):.2f}" for of in ("stood_s", "seconds", "cpu_s"))) + "\n")
         parts.append("\n")
     return "".join(parts)
 
@@ -97,6 +140,8 @@ def main() -> int:
     put(PAGE, "server", tables(Results.read(docs / FILE)))
     put(PAGE, "client", client_tables(drain_results.DrainResults.read(docs / drain_results.FILE)))
     put(PAGE, "others", others_tables(others_results.Others.read(docs / others_results.FILE)))
+    put(README, "others", beside(others_results.Others.read(docs / others_results.FILE)))
+    put(PAGE, "grow", grow_tables(grow_results.Grow.read(docs / grow_results.FILE)))
     print(PAGE)
     return 0
 

@@ -1,0 +1,104 @@
+"""Measure what a token and a sample cost as the work grows: the server's writer by length of prompt, the client by number of samples.
+
+    python -m benchmarks.grow [--out docs] [--parts writer,client] [--counts 1000,10000]
+
+writer: hsnb's writer as the capture drives it, in chunks of 2,048 rows of Kimi's width (57,344 bytes a token), into /dev/shm; no
+engine. client: whole extractions, ledger and files, from a stub of the server that answers at once with real dumps of 6 tokens;
+each count in a process of its own. Results go to grow-results.json; `python -m benchmarks.render_speed` makes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.gpu import now, versions
+from benchmarks.gpu_site import ROOT
+from benchmarks.grow_results import FILE, Client, Grow, Length
+from benchmarks.others import COLUMNS, META, WIDTH, Hsnb
+from hsnb.patch.rows import Rows
+from hsnb.patch.spool import SafetensorsRequest
+from hsnb.patch.writer import File, side_by_side
+
+CHUNK = 2048  # rows
+LENGTHS = (128, 512, 2048, 8192, 16384)
+TOKENS = 16384  # of a turn, in all
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the arguments, measure, and return 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.grow", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help=f"folder of {FILE} (default: docs/)")
+    parser.add_argument("--parts", default="writer,client")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--counts", default="1000,10000", help="samples of the client's runs")
+    args = parser.parse_args(argv)
+    found = Grow.read(args.out / FILE).model_copy(update={"date": now(), "versions": versions()})
+    if "writer" in args.parts:
+        found = found.model_copy(update={"writer": writer(args.turns)})
+        found.write(args.out / FILE)
+    for count in map(int, args.counts.split(",") if "client" in args.parts else ()):
+        found = found.model_copy(update={"client": {**found.client, count: client(count)}})
+        found.write(args.out / FILE)
+    print(found.model_dump_json())
+    return 0
+
+
+def writer(turns: int) -> list[Length]:
+    """Return CPU seconds and memory for each length of prompt, the lengths in turns."""
+    folder = Path(tempfile.mkdtemp(prefix="hsnb-grow-", dir="/dev/shm"))
+    columns = [torch.randn(CHUNK, WIDTH).to(torch.bfloat16) for _ in range(COLUMNS)]
+    hsnb, me = Hsnb(folder), psutil.Process()
+    found = {n: Length(tokens=n, seconds=[], cpu_s=[], memory_mib=[]) for n in LENGTHS}
+    try:
+        for turn in range(turns + 1):  # the first one fills the ring
+            for tokens in LENGTHS:
+                cpu, began = time.process_time(), time.perf_counter()
+                for _ in range(TOKENS // tokens):
+                    one_prompt(hsnb, columns, tokens)
+                    hsnb.writer.settle()
+                    for path in folder.iterdir():
+                        path.unlink()
+                if turn:
+                    found[tokens].seconds.append((time.perf_counter() - began) / TOKENS)
+                    found[tokens].cpu_s.append((time.process_time() - cpu) / TOKENS)
+                    found[tokens].memory_mib.append(me.memory_info().rss / 2**20)
+    finally:
+        shutil.rmtree(folder)
+    return list(found.values())
+
+
+def one_prompt(hsnb: Hsnb, columns: list[torch.Tensor], tokens: int) -> None:
+    """Hand a prompt's chunks to the writer."""
+    rid = uuid.uuid4().hex
+    file = File(SafetensorsRequest(rid, tokens, "data", COLUMNS, WIDTH, torch.bfloat16, META))
+    for start in range(0, tokens, CHUNK):
+        n = min(CHUNK, tokens - start)
+        ids = torch.arange(start, start + n)
+        hsnb.writer.add([(file, Rows(rid, 0, start, n, "data"))], side_by_side([c[:n] for c in columns]), ids)
+
+
+def client(count: int) -> Client:
+    """Run one extraction of `count` samples in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="hsnb-grow-") as folder:
+        ran = subprocess.run(
+            [sys.executable, "-m", "tests.many_samples", folder, str(count)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    tree = json.loads(ran.stdout.splitlines()[-1])
+    if not tree["ok"] or tree["samples"] != count:
+        raise RuntimeError(f"{tree['samples']} of {count} samples")
+    return Client(rate=tree["rate"], seconds=tree["seconds"], memory_mib=[m / 2**20 for m in tree["memory"]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

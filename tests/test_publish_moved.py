@@ -1,0 +1,132 @@
+"""A dump that holds already what speculators' file is to hold: moved or copied, relabelled, never serialised again. No engine."""
+
+import errno
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+
+from hsnb.dumps import open_dump
+from hsnb.errors import DumpError, ExtractError
+from hsnb.patch.spool import SafetensorsRequest
+from hsnb.trainers import layout, place
+
+META = {
+    "hsnb_format": "1", "boundaries": "[2, 15, 27]", "final": "pre", "dtype": "bfloat16", "model": "/models/m", "sglang_version": "0.5.23",
+    "patch_version": "0.1.0", "tp_rank": "0", "tp_size": "1",
+}  # fmt: skip
+SPECULATORS = layout("speculators")
+
+
+def dumped(spool: Path, rid: str = "hsnb-x-1-1", n: int = 37, dtype=torch.bfloat16, **meta) -> tuple[Path, torch.Tensor]:
+    """Write a dump as the plug-in does, in two chunks; return its path and its states."""
+    spool.mkdir(exist_ok=True)
+    states = torch.randn(n, 4, 48, generator=torch.Generator().manual_seed(5)).to(dtype)
+    request = SafetensorsRequest(rid, n, "data", 4, 48, dtype, META | {"dtype": str(dtype).removeprefix("torch.")} | meta)
+    request.begin(spool)
+    request.put(0, states[:20], torch.arange(20))
+    request.put(20, states[20:], torch.arange(20, n))
+    request.publish(spool)
+    return request._path, states
+
+
+def publish(folder: Path, path: Path, row: int = 7) -> tuple[Path, int, str]:
+    """Publish as the extraction does."""
+    (folder / "hidden_states").mkdir(parents=True, exist_ok=True)
+    dump = open_dump(path)
+    dump.metadata = {**dump.metadata, "request_id": f"row-{row}"}
+    file, size, checksum = SPECULATORS.publish(folder, row, dump)
+    return folder / file, size, checksum
+
+
+def test_a_dump_on_the_same_file_system_is_moved_and_says_what_a_published_file_says(tmp_path):
+    path, states = dumped(tmp_path / "spool")
+    inode = path.stat().st_ino
+    file, size, checksum = publish(tmp_path / "out", path)
+    assert file.stat().st_ino == inode and not path.exists() and list((tmp_path / "spool").iterdir()) == []
+    assert (size, checksum) == (file.stat().st_size, xxhash.xxh3_128_hexdigest(file.read_bytes()))
+    assert file.stat().st_mode & 0o777 == 0o644
+    with safe_open(file, "pt") as opened:
+        assert torch.equal(opened.get_tensor("hidden_states"), states) and opened.get_tensor("token_ids").tolist() == list(range(37))
+        wanted = {k: META[k] for k in ("hsnb_format", "boundaries", "final", "model", "sglang_version", "patch_version")}
+        assert opened.metadata() == {**wanted, "request_id": "row-7"}
+    assert int.from_bytes(file.read_bytes()[:8], "little") % 4096 == 4096 - 8
+
+
+def test_a_copy_from_another_file_system_has_the_same_bytes_whatever_the_requests_were_called(tmp_path, monkeypatch):
+    moved = publish(tmp_path / "a", dumped(tmp_path / "spool")[0])
+    path, _ = dumped(tmp_path / "spool", rid="hsnb-a-much-longer-name-" + "9" * 60)
+
+    def other_file_system(source, target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(place.os, "rename", other_file_system)
+    copied = publish(tmp_path / "b", path)
+    assert moved[0].read_bytes() == copied[0].read_bytes() and moved[1:] == copied[1:]
+    assert path.exists(), "the caller frees it"
+
+
+def test_one_that_is_to_be_rounded_or_normed_is_written_anew(tmp_path):
+    path, states = dumped(tmp_path / "spool", dtype=torch.float32)
+    file, *_ = publish(tmp_path / "out", path)
+    assert torch.equal(open_dump(file).states(), states.to(torch.bfloat16)) and path.exists()
+
+
+@pytest.mark.parametrize("step", ["relabel", "sync", "rename", "folder"])
+def test_what_fails_on_the_way_puts_the_dump_back_and_the_next_try_is_whole(tmp_path, monkeypatch, step):
+    """The extraction tries again while its disk is full or troubled."""
+    path, states = dumped(tmp_path / "spool")
+    failed = []
+
+    def failing(real):
+        def once(*args):
+            if not failed:
+                failed.append(step)
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*args)
+
+        return once
+
+    module, name = {
+        "relabel": ("hsnb.trainers.speculators", "relabel"),
+        "sync": ("hsnb.trainers.layout", "synced_checksum"),
+        "rename": ("os", "replace"),
+        "folder": ("hsnb.trainers.layout", "sync_folder"),
+    }[step]
+    monkeypatch.setattr(sys.modules[module], name, failing(getattr(sys.modules[module], name)))
+    with pytest.raises(ExtractError, match="Input/output error"):
+        publish(tmp_path / "out", path)
+    assert failed == [step] and path.exists() and list((tmp_path / "out" / "hidden_states").iterdir()) == []
+    assert torch.equal(open_dump(path).states(), states)
+    file, _, checksum = publish(tmp_path / "out", path)
+    assert torch.equal(open_dump(file).states(), states) and checksum == xxhash.xxh3_128_hexdigest(file.read_bytes())
+
+
+def test_a_file_with_more_in_it_is_not_relabelled(tmp_path):
+    from safetensors.torch import save_file
+
+    states = torch.randn(5, 4, 8).to(torch.bfloat16)
+    path = tmp_path / "foreign.safetensors"
+    save_file({"hidden_states": states, "token_ids": torch.arange(5), "more": torch.ones(3)}, path, metadata=META | {"request_id": "r"})
+    before = path.read_bytes()
+    with pytest.raises(DumpError, match=r"entries .*more.*, expected hidden_states and token_ids"):
+        publish(tmp_path / "out", path)
+    assert path.read_bytes() == before and list((tmp_path / "out" / "hidden_states").iterdir()) == []
+
+
+def test_on_two_real_file_systems(tmp_path):
+    memory = Path("/dev/shm", f"hsnb-test-{os.getpid()}")
+    if memory.parent.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("one file system")
+    try:
+        path, states = dumped(memory)
+        file, size, checksum = publish(tmp_path / "out", path)
+        assert path.exists() and torch.equal(open_dump(file).states(), states)
+        assert (size, checksum) == (file.stat().st_size, xxhash.xxh3_128_hexdigest(file.read_bytes()))
+    finally:
+        shutil.rmtree(memory)
