@@ -123,7 +123,7 @@ gpu: setup  ## hsnb's checks on this machine's GPU(s), and docs/gpu-results.md (
 	ok=0; $(BIN)/python -m benchmarks.gpu --gpus $(or $(GPUS),1) || ok=$$?; $(BIN)/python -m benchmarks.render_gpu; exit $$ok
 
 bench: setup  ## what the capture costs on this machine, and the tables of docs/performance.md
-	ok=0; for part in speed drain others grow; do $(BIN)/python -m benchmarks.$$part || ok=$$?; done; $(BIN)/python -m benchmarks.render_speed; exit $$ok
+	ok=0; for part in speed drain others parts grow; do $(BIN)/python -m benchmarks.$$part || ok=$$?; done; $(BIN)/python -m benchmarks.render_speed; exit $$ok
 
 clean:  ## remove the environments and caches; outputs/ stays
 	rm -rf $(VENV) $(VLLM) $(TRAINERS) build *.egg-info .pytest_cache .ruff_cache

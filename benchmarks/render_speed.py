@@ -6,7 +6,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import drain_results, grow_results, others_results
+from benchmarks import drain_results, grow_results, others_results, parts_results
 from benchmarks.gpu_site import ROOT
 from benchmarks.speed_results import FILE, Load, Results
 
@@ -15,6 +15,7 @@ MARKS = {  # of each table: where it begins and ends
     "server": ("<!-- tables: make bench -->\n", "<!-- end of tables -->"),
     "client": ("<!-- client: python -m benchmarks.drain -->\n", "<!-- end of client -->"),
     "others": ("<!-- others: python -m benchmarks.others -->\n", "<!-- end of others -->"),
+    "parts": ("<!-- parts: python -m benchmarks.parts -->\n", "<!-- end of parts -->"),
     "grow": ("<!-- grow: python -m benchmarks.grow -->\n", "<!-- end of grow -->"),
 }
 
@@ -108,6 +109,16 @@ def grow_tables(found: grow_results.Grow) -> str:
     return "".join(parts)
 
 
+def parts_table(found: parts_results.Parts) -> str:
+    """Return what each part costs."""
+    rows = []
+    for key, values in found.parts.items():
+        name, _, unit = key.removesuffix("]").rpartition(" [")
+        rows.append(_cells(name, unit, str(len(values)), spread(values)) + "\n")
+    about = f"{found.cores} cores, {found.date}, hsnb source {found.versions['hsnb source']}\n\n" if rows else ""
+    return about + _head("part", "unit", "n", "CPU time (spread)") + "".join(rows) + "\n"
+
+
 def beside(results: others_results.Others) -> str:
     """Return the README's short table: the medians of what each way takes, hsnb's or plain prefill's taken as 1."""
     parts = []
@@ -141,6 +152,7 @@ def main() -> int:
     put(PAGE, "client", client_tables(drain_results.DrainResults.read(docs / drain_results.FILE)))
     put(PAGE, "others", others_tables(others_results.Others.read(docs / others_results.FILE)))
     put(README, "others", beside(others_results.Others.read(docs / others_results.FILE)))
+    put(PAGE, "parts", parts_table(parts_results.Parts.read(docs / parts_results.FILE)))
     put(PAGE, "grow", grow_tables(grow_results.Grow.read(docs / grow_results.FILE)))
     print(PAGE)
     return 0

@@ -42,7 +42,7 @@ LOADS = {
         "mixed": Prompts(_MIXED, 24, 24),
         "few": Prompts((2048,), 4),
     },
-    "cpu": {"long": Prompts((512,), 2), "short": Prompts((128,), 8), "mixed": Prompts((32, 64, 128, 256), 2)},
+    "cpu": {"long": Prompts((512,), 1), "short": Prompts((128,), 4), "mixed": Prompts((32, 64, 128, 256), 1)},
 }
 
 
