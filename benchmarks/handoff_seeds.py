@@ -58,6 +58,7 @@ def run(states: Path, seeds: int, other: str, limit_s: float, file: Path) -> Non
     recipe = asdict(Recipe())
     record |= {"seeds": seeds, "wanted": list(wanted), "tokens": training.tokens, "samples": len(training.rows), "recipe": recipe}
     for name, variant in wanted.items():
+        write_json(file, record)
         if len(record["comparisons"].get(name, [])) >= seeds or time.monotonic() - begun > limit_s:
             continue
         with tempfile.TemporaryDirectory(prefix="hsnb-seeds-") as out:
