@@ -62,7 +62,7 @@ def main() -> None:
         if (screen := raw / "explorer-dumps-1400-light.png").exists() and "explorer-dumps" in names:
             smaller(screen, KEPT.parent / "explorer.png", 1000)
         if (screen := raw / "01_probe-1400-light.png").exists() and "01_probe" in names:
-            smaller(screen, KEPT.parent / "report.png", 1000)
+            smaller(screen, KEPT.parent / "report.png", 1000, top=600)  # the figure and the verdict
 
 
 def look(width: int, dark: bool) -> str:
@@ -135,13 +135,13 @@ def sheet(shots: list[Path], file: Path, height: int = 900) -> Path:
     return write_small(whole, file)
 
 
-def smaller(shot: Path, file: Path, width: int, height: int = 640) -> Path:
-    """Write the top of a picture, scaled to a width."""
+def smaller(shot: Path, file: Path, width: int, height: int = 640, top: int = 0) -> Path:
+    """Write a picture scaled to a width, from `top` down."""
     from PIL import Image
 
     picture = Image.open(shot).convert("RGB")
     picture = picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)
-    return write_small(picture.crop((0, 0, width, min(height, picture.height))), file)
+    return write_small(picture.crop((0, top, width, min(top + height, picture.height))), file)
 
 
 def write_small(picture, file: Path, most: int = 150_000) -> Path:

@@ -192,8 +192,9 @@ def published(seconds, tokens, ax=None):
     """Draw the tokens published over the time that somebody has looked on."""
     ax = axes(ax, (7, 2.2))
     ax.plot(seconds, tokens, "o-", ms=3, lw=0.8, color=BLUE, label=f"seen {len(seconds)} times")
-    ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published", ylim=(0, None))
-    ax.set_xlim(0, max(10.0, *seconds))
+    ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published")
+    ax.set_xlim(-0.3, max(10.0, *seconds))
+    ax.set_ylim(0, 1.15 * max(1, *tokens))
     ax.legend(fontsize=8)
     return ax
 
