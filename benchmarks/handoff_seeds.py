@@ -132,6 +132,8 @@ def table(record: dict) -> str:
         if found := gaps(record, better, worse):
             values = ", ".join(f"{g:+.3f}" for g in found)
             lines.append(f"| {better} less {worse} | {values} | {f'at least {bar:g} in every seed' if bar else 'reported'} |")
+    if missing := owed(record):
+        lines += ["", f"Not trained: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 

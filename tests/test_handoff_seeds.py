@@ -71,7 +71,11 @@ def test_what_is_there_is_not_trained_again_and_the_bars_are_of_every_seed(state
     record["comparisons"]["wrong norm"][1]["position_0"] = 0.25
     assert seeds.met(record) == [False, True]
     del record["comparisons"]["one late"]
-    assert seeds.owed(record) == ["one late"] and "one late |" not in seeds.table(record).split("position 0 |")[0].splitlines()[4]
+    assert (
+        seeds.owed(record) == ["one late"]
+        and seeds.table(record).endswith("Not trained: one late.\n")
+        and "one late |" not in seeds.table(record).split("position 0 |")[0].splitlines()[4]
+    )
 
 
 def test_the_page_is_changed_between_its_marks_only(states, trained, tmp_path):
