@@ -10,8 +10,8 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
-import httpx
 import pytest
 
 from hsnb.collect import collect, failure
@@ -177,20 +177,20 @@ def test_a_prompt_given_up_between_its_chunks_leaves_nothing(server, how):
     with server.client() as client, ThreadPoolExecutor(2) as pool:
         for n in range(3):
             rid, body = f"hsnb-{how[:5]}-{n}", {"input_ids": prompt_ids(4000, VOCAB, seed=n), "sampling_params": {"max_new_tokens": 1}}
-            going = httpx.Client(base_url=server.url, timeout=120 if how == "abort_request" else 0.8, trust_env=False)
-            asked = pool.submit(going.post, "/generate", json={"rid": rid, **body})
+            going = HTTPConnection(server.host, server.port, timeout=120)
+            going.request("POST", "/generate", json.dumps({"rid": rid, **body}), {"Content-Type": "application/json"})  # and no answer read
             until(lambda rid=rid: begun(server, rid), "the first chunk")
             with paused(client):
                 beside = pool.submit(ask, client, neighbour, f"hsnb-beside-{how[:5]}-{n}")
                 if how == "abort_request":
                     client.request("POST", "/abort_request", {"rid": rid})
                 else:
-                    with pytest.raises(httpx.ReadTimeout):
-                        asked.result()
                     going.close()
                     time.sleep(2.5)  # SGLang notices after a second, and tells its scheduler
             until(lambda: half_made(server) == [], "the half-made file is gone")
-            asked.exception()
+            if how == "abort_request":
+                going.getresponse().read()
+                going.close()
             until(lambda rid=rid: failure(server.spool, rid), "the reason")
             assert re.fullmatch(r"aborted at row \d+ of 4000: its client gave it up or went away", failure(server.spool, rid))
             assert dump_path(server.spool, rid, "safetensors") is None
