@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
-from benchmarks.speed_results import write_model
+from benchmarks.results import ResultsFile, Strict
 
 FILE = "drain-results.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DrainTurn(_Strict):
+class DrainTurn(Strict):
     """Every dump published once: bytes of states as they lay in the spool, wall and CPU seconds of the client's process."""
 
     nbytes: int
@@ -34,7 +29,7 @@ class DrainTurn(_Strict):
         return self.cpu_s / self.nbytes * 1e9
 
 
-class Case(_Strict):
+class Case(Strict):
     """One kind of dumps, from one file system to another."""
 
     dumps: str
@@ -50,26 +45,17 @@ class Case(_Strict):
         return statistics.median(self.values(of))
 
 
-class DrainRun(_Strict):
+class DrainRun(Strict):
     """One machine."""
 
     date: str
     cores: int
     threads: int  # that publish
     versions: dict[str, str]
-    cases: dict[str, Case] = {}
+    cases: dict[str, Case] = Field(default_factory=dict)
 
 
-class DrainResults(_Strict):
+class DrainResults(ResultsFile):
     """The whole file."""
 
-    runs: dict[str, DrainRun] = {}
-
-    @classmethod
-    def read(cls, path: Path) -> DrainResults:
-        """Read and validate a file; one that is not there is empty."""
-        return cls.model_validate_json(path.read_text()) if path.is_file() else cls()
-
-    def write(self, path: Path) -> None:
-        """Write the file so that a reader sees the old one or the new one."""
-        write_model(self, path)
+    runs: dict[str, DrainRun] = Field(default_factory=dict)

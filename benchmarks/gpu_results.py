@@ -11,18 +11,16 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from benchmarks.results import ResultsFile, Strict
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "docs" / "gpu-results.json"
 Value = bool | int | float | str
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Figure(_Strict):
+class Figure(Strict):
     """One measured number with its unit; `rule` and `bar` say what it had to be, `n` how many things it was taken over."""
 
     name: str
@@ -43,7 +41,7 @@ class Figure(_Strict):
         return self.value <= self.bar if self.rule == "at most" else self.value >= self.bar
 
 
-class Table(_Strict):
+class Table(Strict):
     """Figures that make sense only side by side, e.g. one row a boundary."""
 
     title: str
@@ -52,7 +50,7 @@ class Table(_Strict):
     rows: list[list[Value]]
 
 
-class Step(_Strict):
+class Step(Strict):
     """One check of a run. `state`: ok; off (a figure misses its bar); failed (`error` says why); skipped."""
 
     title: str
@@ -60,12 +58,12 @@ class Step(_Strict):
     date: str  # ISO 8601, UTC
     seconds: float
     source: str = ""  # of hsnb, as in the run's versions: steps that were run again may have another
-    figures: list[Figure] = []
-    tables: list[Table] = []
+    figures: list[Figure] = Field(default_factory=list)
+    tables: list[Table] = Field(default_factory=list)
     error: str = ""
 
 
-class Run(_Strict):
+class Run(Strict):
     """One run on one machine: `device` "cpu" marks a rehearsal, whose figures are never published."""
 
     date: str
@@ -75,26 +73,14 @@ class Run(_Strict):
     driver: str
     device: Literal["cuda", "cpu"]
     versions: dict[str, str]
-    steps: dict[str, Step] = {}
+    steps: dict[str, Step] = Field(default_factory=dict)
 
 
-class Results(_Strict):
+class Results(ResultsFile):
     """The whole file."""
 
     schema_version: Literal[1] = 1
-    runs: dict[str, Run] = {}
-
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """Read and validate a file; one that is not there is empty."""
-        return cls.model_validate_json(path.read_text()) if path.is_file() else cls()
-
-    def write(self, path: Path) -> None:
-        """Write the file so that a reader sees the old one or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(self.model_dump_json(indent=1) + "\n")
-        os.replace(temporary, path)
+    runs: dict[str, Run] = Field(default_factory=dict)
 
     def with_step(self, key: str, run: Run, name: str, step: Step) -> Results:
         """Return the results with one step of `run` put in; the steps that the run under `key` has already stay."""

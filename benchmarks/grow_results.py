@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pydantic import Field
 
-from pydantic import BaseModel, ConfigDict
-
-from benchmarks.speed_results import write_model
+from benchmarks.results import ResultsFile, Strict
 
 FILE = "grow-results.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Length(_Strict):
+class Length(Strict):
     """Prompts of one length: seconds a token of each turn (wall, CPU), and the process's memory after it."""
 
     tokens: int
@@ -24,7 +18,7 @@ class Length(_Strict):
     memory_mib: list[float]
 
 
-class Client(_Strict):
+class Client(Strict):
     """One extraction: samples a second, the seconds of each thousand, and the client's memory after each."""
 
     rate: float
@@ -32,19 +26,10 @@ class Client(_Strict):
     memory_mib: list[float]
 
 
-class Grow(_Strict):
+class Grow(ResultsFile):
     """The whole file; `client` by number of samples."""
 
     date: str = ""
-    versions: dict[str, str] = {}
-    writer: list[Length] = []
-    client: dict[int, Client] = {}
-
-    @classmethod
-    def read(cls, path: Path) -> Grow:
-        """Read and validate a file; one that is not there is empty."""
-        return cls.model_validate_json(path.read_text()) if path.is_file() else cls()
-
-    def write(self, path: Path) -> None:
-        """Write the file so that a reader sees the old one or the new one."""
-        write_model(self, path)
+    versions: dict[str, str] = Field(default_factory=dict)
+    writer: list[Length] = Field(default_factory=list)
+    client: dict[int, Client] = Field(default_factory=dict)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
-from benchmarks.speed_results import write_model
+from benchmarks.results import ResultsFile, Strict
 
 FILE = "others-results.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Sample(_Strict):
+class Sample(Strict):
     """One turn of one way. `stood_s`: until the forward's thread is free, or the last answer is there; `seconds`: until all is written."""
 
     tokens: int
@@ -26,13 +21,13 @@ class Sample(_Strict):
     cpu_s: float  # of this process, or of the schedulers
 
 
-class Part(_Strict):
+class Part(Strict):
     """The same work done by several ways in turns; the first one is what the others are compared with."""
 
     work: str
     ways: dict[str, list[Sample]]
     date: str = ""
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
 
     def ratios(self, way: str, of: str) -> list[float]:
         """Return a way's seconds, stood_s or cpu_s a token of each turn, divided by the first way's of the same turn."""
@@ -44,16 +39,7 @@ class Part(_Strict):
         return statistics.median(getattr(s, of) for s in self.ways[way])
 
 
-class Others(_Strict):
+class Others(ResultsFile):
     """The whole file."""
 
-    parts: dict[str, Part] = {}
-
-    @classmethod
-    def read(cls, path: Path) -> Others:
-        """Read and validate a file; one that is not there is empty."""
-        return cls.model_validate_json(path.read_text()) if path.is_file() else cls()
-
-    def write(self, path: Path) -> None:
-        """Write the file so that a reader sees the old one or the new one."""
-        write_model(self, path)
+    parts: dict[str, Part] = Field(default_factory=dict)

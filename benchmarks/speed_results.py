@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
+
+from benchmarks.results import ResultsFile, Strict
 
 FILE = "speed-results.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Turn(_Strict):
+class Turn(Strict):
     """One load sent once: seconds until the last answer, and until the last dump has its name (the same for a plain turn)."""
 
     tokens: int
@@ -29,7 +25,7 @@ class Turn(_Strict):
         return self.tokens / self.published_s
 
 
-class Load(_Strict):
+class Load(Strict):
     """Alternations of one load. `ratio`: the median of captured / plain tokens a second of neighbouring turns."""
 
     prompts: str
@@ -54,7 +50,7 @@ class Load(_Strict):
         return statistics.median(self.ratios(of))
 
 
-class Run(_Strict):
+class Run(Strict):
     """One machine."""
 
     date: str
@@ -62,28 +58,11 @@ class Run(_Strict):
     card: str
     cores: int
     versions: dict[str, str]
-    ceilings: dict[str, float] = {}  # GB/s, 1 GB = 1e9 bytes
-    loads: dict[str, Load] = {}
+    ceilings: dict[str, float] = Field(default_factory=dict)  # GB/s, 1 GB = 1e9 bytes
+    loads: dict[str, Load] = Field(default_factory=dict)
 
 
-class Results(_Strict):
+class Results(ResultsFile):
     """The whole file."""
 
-    runs: dict[str, Run] = {}
-
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """Read and validate a file; one that is not there is empty."""
-        return cls.model_validate_json(path.read_text()) if path.is_file() else cls()
-
-    def write(self, path: Path) -> None:
-        """Write the file so that a reader sees the old one or the new one."""
-        write_model(self, path)
-
-
-def write_model(model: BaseModel, path: Path) -> None:
-    """Write a model as JSON so that a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(model.model_dump_json(indent=1) + "\n")
-    os.replace(temporary, path)
+    runs: dict[str, Run] = Field(default_factory=dict)

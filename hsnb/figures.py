@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito's palette
+PALETTE = (BLUE, ORANGE, "#009E73", "#CC79A7", GREY, "#E69F00", "#56B4E9")
 
 
 def axes(ax, size=(7, 3)):
@@ -17,6 +18,17 @@ def axes(ax, size=(7, 3)):
     ax.set_facecolor("white")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def line_look(k: int) -> dict:
+    """Return the k-th line's colour, mark and dashes: no two differ in colour alone."""
+    return {"color": PALETTE[k % len(PALETTE)], "ls": ("-", "--", ":", "-.")[k % 4], "marker": "osD^v<>"[k % 7]}
+
+
+def bar_look(k: int) -> dict:
+    """Return the k-th bar's colour and hatching."""
+    colour, hatch = PALETTE[k % len(PALETTE)], ("", "////", "....", "xxxx", "----")[k % 5]
+    return {"color": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch}
 
 
 def alt_text(figure) -> str:
@@ -131,9 +143,13 @@ def norms_of_states(norms, first: int = 0, title: str = "Norm by token", ax=None
     """Draw the norms [n] of one sample's rows, {state: norms}, a line each; `first`: the position of the first row."""
     ax = axes(ax)
     for k, (name, values) in enumerate(norms.items()):
-        style = {"marker": "osD^v"[k % 5], "ls": ("-", "--", ":", "-.")[k % 4], "color": (BLUE, ORANGE, GREY, "black")[k % 4]}
         ax.plot(
-            np.arange(first, first + len(values)), np.maximum(values, 1e-12), ms=3, lw=0.8, label=f"{name} (n = {len(values):,})", **style
+            np.arange(first, first + len(values)),
+            np.maximum(values, 1e-12),
+            ms=3,
+            lw=0.8,
+            label=f"{name} (n = {len(values):,})",
+            **line_look(k),
         )
     ax.set(yscale="log", xlabel="position (token)", ylabel="norm of the row", title=title)
     ax.legend(fontsize=8)
@@ -144,8 +160,8 @@ def shares(parts, unit: str, title: str, ax=None):
     """Draw {part: count} as one bar, parts told apart by hatching too, with their counts in the legend."""
     ax = axes(ax, (7, 1.6))
     left = 0
-    for (name, n), colour, hatch in zip(parts.items(), (GREY, BLUE, ORANGE), ("....", "", "////"), strict=False):
-        ax.barh(0, n, left=left, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=f"{name} ({n:,})")
+    for k, (name, n) in enumerate(parts.items()):
+        ax.barh(0, n, left=left, label=f"{name} ({n:,})", **bar_look(k))
         left += n
     ax.set(yticks=[], xlabel=unit, title=title, xlim=(0, max(left, 1)))
     ax.figure.legend(fontsize=8, ncols=3, loc="outside lower center", frameon=False)
@@ -204,12 +220,9 @@ def requests(counts, ax=None):
     kinds = list(dict.fromkeys(kind for counted in counts.values() for kind in counted)) or ["captured"]
     ax = axes(ax, (7, 1.6 + 0.25 * len(counts)))
     left = np.zeros(len(counts))
-    looks = ((BLUE, ""), (GREY, "////"), (ORANGE, "...."), ("black", "xxxx"), (BLUE, "----"))
-    for kind, (colour, hatch) in zip(kinds, looks, strict=False):
+    for k, kind in enumerate(kinds):
         n = np.array([counted.get(kind, 0) for counted in counts.values()], dtype=float)
-        ax.barh(
-            list(counts), n, left=left, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=f"{kind} ({n.sum():,.0f})"
-        )
+        ax.barh(list(counts), n, left=left, label=f"{kind} ({n.sum():,.0f})", **bar_look(k))
         left += n
     ax.set(xlabel="requests", title="What the schedulers counted", xlim=(0, max(float(left.max(initial=0)), 1)))
     ax.figure.legend(fontsize=8, ncols=5, loc="outside lower center", frameon=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from hsnb import boundaries as bd
 from hsnb.errors import HsnbError, ModelError, ParamsError
 from hsnb.paths import project_root, resolve
+from hsnb.show import pairs_html
 
 Flag = str | int | float | bool | list[str | int]
 
@@ -156,9 +156,7 @@ class Deployment(_Strict):
     def _repr_html_(self) -> str:
         parts = [(k, v) for k, v in self.model_dump().items() if v is not None]
         rows = [(f"{k}.{name}", value) for k, v in parts if isinstance(v, dict) for name, value in v.items()]
-        rows = [(k, v) for k, v in parts if not isinstance(v, dict)] + rows
-        cells = "".join(f"<tr><th style='text-align:left'>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows)
-        return f"<table>{cells}</table>"
+        return pairs_html([(k, v) for k, v in parts if not isinstance(v, dict)] + rows)
 
     def model_path(self) -> Path:
         """Return the model's folder; `demo:` models are made in the cache when they are not there yet."""

@@ -120,6 +120,6 @@ def write_json(path: Path, tree: dict) -> Path:
 def replace_text(path: Path, text: str) -> Path:
     """Write `text` so that a reader sees the old file or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
     return path

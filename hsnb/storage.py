@@ -22,6 +22,7 @@ import xxhash
 
 from hsnb.errors import ExtractError, ParamsError
 from hsnb.ledger import FOLDER, Entry, Ledger, read_export, settle
+from hsnb.trainers.place import file_digest
 
 log = logging.getLogger(__name__)
 TRIES = 5  # at one file, with growing pauses: a store that is busy, a network that blinks
@@ -74,7 +75,7 @@ class Store:
 
         Raises ExtractError when the store does not hold it in the end; the local file stays in any case.
         """
-        digest = digest or xxhash.xxh3_128_hexdigest((self.folder / file).read_bytes())
+        digest = digest or file_digest(self.folder / file)
         try:
             for attempt in stamina.retry_context(on=Exception, attempts=TRIES, timeout=None, wait_initial=WAIT_S):
                 with attempt:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from hsnb import cli
-from hsnb.cluster import actor as actors
 from hsnb.cluster import driver as drivers
 from hsnb.cluster.driver import Driver, run_on_cluster
 from hsnb.cluster.plan import Node, on_place, places
 from hsnb.cluster.queue import LOSSES, PAUSE_S, Shards
 from hsnb.errors import DataError, ExtractError, ParamsError, ServerError
 from hsnb.params import Deployment
+from hsnb.trainers.place import file_digest
 from tests.conftest import tiny
 from tests.project import ROOT, environment, make_project
 
@@ -255,7 +255,7 @@ def test_what_another_disk_holds_is_copied(drive, tmp_path):
     theirs = {"nb": b"notebook", "json": b"{}"}
     for name, content in theirs.items():
         (tmp_path / f"there-{name}").write_bytes(content)
-    digests = {str(tmp_path / name): actors.digest(str(tmp_path / f"there-{name}")) for name in theirs}
+    digests = {str(tmp_path / name): file_digest(tmp_path / f"there-{name}") for name in theirs}
     (tmp_path / "json").write_bytes(b"{}")  # the same here: not copied
 
     def answer(node_id, method, args):

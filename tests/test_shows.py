@@ -18,7 +18,7 @@ from hsnb.drafter import figures as drafters
 from hsnb.dumps.dump import Dump
 from hsnb.health import plots as health_plots
 from hsnb.params import Deployment
-from hsnb.patch.armed import Armed, ArmedFile, read_armed
+from hsnb.patch.armed import RING_FULL, Armed, ArmedFile, read_armed
 from hsnb.plan import Plan
 from hsnb.probe.result import ProbeResult
 from hsnb.report.outcome import MARKS
@@ -51,6 +51,7 @@ def test_a_server_shows_what_its_schedulers_have_counted_by_now(tmp_path):
     server = Server("http://h:1", "h", 1, tmp_path, 7, None, {}, "0.5.23", 1.0, None, armed=read_armed(tmp_path))
     for _ in range(3):
         files[0].count("captured")
+    files[0].count(RING_FULL, 5000)  # no requests
     files[1].fail("hsnb-a", "disk full")
     ax = server.plot()
     assert figures.alt_text(ax.figure) == "What the schedulers counted. x: requests. Shown: warmup (2); captured (3); failed (1)."

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from hsnb import paths, probe
 from hsnb.errors import HsnbError, ParamsError, ServerError
 from hsnb.extract.faults import restart
 from hsnb.params import Deployment
 from hsnb.run import run_notebook
 from hsnb.server import Server
+from hsnb.trainers.place import file_digest
 
 RESTARTS = 3  # of a lost server, in a row: a shard that is whole starts the count again
 
@@ -68,7 +67,7 @@ class ServerActor:
         elif result["ok"]:
             self.restarts = 0
         files = [result["notebook"], result["html"], str(paths.run_dir(self.run_name) / f"shard-{parameters['shard']:04d}.json")]
-        return {**result, "lost": lost, "files": {f: digest(f) for f in files if f and Path(f).is_file()}}
+        return {**result, "lost": lost, "files": {f: file_digest(Path(f)) for f in files if f and Path(f).is_file()}}
 
     def _revive(self) -> None:
         while True:
@@ -88,8 +87,3 @@ class ServerActor:
         """Stop the server."""
         if self.server is not None:
             self.server.stop()
-
-
-def digest(file: str) -> str:
-    """Return the xxh3-128 of a file."""
-    return xxhash.xxh3_128_hexdigest(Path(file).read_bytes())

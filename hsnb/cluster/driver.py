@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 
 from hsnb import notebook as contract
-from hsnb.cluster.actor import ServerActor, digest
+from hsnb.cluster.actor import ServerActor
 from hsnb.cluster.plan import Node, Place, on_place, places
 from hsnb.cluster.queue import Shards
 from hsnb.errors import ExtractError, HsnbError, ParamsError, ServerError
@@ -28,6 +28,7 @@ from hsnb.ledger import take_lock
 from hsnb.params import Deployment
 from hsnb.paths import project_root, resolve, run_dir, write_json
 from hsnb.run import RunResult
+from hsnb.trainers.place import file_digest
 
 log = logging.getLogger(__name__)
 STARTS = 3  # of a server at one place: after that the place is left alone
@@ -64,14 +65,14 @@ def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence
                 likely="a command made of two others",
                 next=f"leave {name} out: each node starts its own server",
             )
-    parameters = {**parameters}
-    known = contract.declared(source) | contract.cell_values(nbformat.read(source, as_version=4), source) | dict(parameters)
+    parameters = dict(parameters)
+    known = contract.declared(source) | contract.cell_values(nbformat.read(source, as_version=4), source) | parameters
     deployment = Deployment.load(known["params"])
     known["params"] = parameters["params"] = portable(known["params"])
     ray = connect(address)
     try:
         with alone(known["run"]):
-            driver = Driver(ray, source, dict(parameters), known, deployment, Shards(shards))
+            driver = Driver(ray, source, parameters, known, deployment, Shards(shards))
             try:
                 driver.loop()
             finally:
@@ -250,7 +251,7 @@ class Driver:
         """Copy a shard's notebook, report and JSON from a node that does not share this machine's disk."""
         for name, theirs in files.items():
             here = Path(name)
-            if here.is_file() and digest(name) == theirs:
+            if here.is_file() and file_digest(here) == theirs:
                 continue
             here.parent.mkdir(parents=True, exist_ok=True)
             here.write_bytes(self.ray.get(member.actor.read.remote(name)))

@@ -7,7 +7,6 @@ refused here. No tensor is renamed: its loader knows both `layers.0.` (speculato
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from hsnb.errors import BoundaryError, ModelError, ParamsError
 from hsnb.params import num_layers, read_config
 from hsnb.patch.settings import version_tuple
 from hsnb.paths import write_json
+from hsnb.show import pairs_html
 from hsnb.weights import embeddings
 
 LAYER = "layers.0."
@@ -64,8 +64,7 @@ class Converted:
 
     def _repr_html_(self) -> str:
         shown = {**self.as_dict(), "bytes": f"{self.bytes:,}"}
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in shown.items())
-        return f"<table class='hsnb'>{rows}</table>"
+        return pairs_html(shown.items())
 
 
 def convert(

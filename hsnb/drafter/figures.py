@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hsnb.figures import BLUE, GREY, ORANGE, axes
+from hsnb.figures import BLUE, ORANGE, axes, bar_look, line_look
 
-PALETTE = (BLUE, ORANGE, "#009E73", "#CC79A7", GREY, "#E69F00", "#56B4E9")  # Okabe and Ito's
 _SMOOTH = 10  # steps; a single step's loss is that of one small batch
 
 
@@ -18,9 +17,8 @@ def losses(runs: Mapping[str, Sequence[float]], ax=None):
     for n, (name, values) in enumerate(runs.items()):
         width = min(_SMOOTH, len(values))
         smooth = np.convolve(values, np.ones(width) / width, "valid")
-        look = {"color": PALETTE[n % len(PALETTE)], "ls": ("-", "--", ":", "-.")[n % 4], "marker": "osD^v<>"[n % 7], "ms": 4}
         every = (n, max(1, len(smooth) // 8))  # marks beside each other, not over each other
-        ax.plot(np.arange(width, len(values) + 1), smooth, markevery=every, label=f"{name} (last {smooth[-1]:.2f})", **look)
+        ax.plot(np.arange(width, len(values) + 1), smooth, markevery=every, label=f"{name} (last {smooth[-1]:.2f})", ms=4, **line_look(n))
     ax.set(xlabel="step", ylabel="training loss (KL, nats)", title=f"Loss, mean over {_SMOOTH} steps")
     ax.legend(fontsize=8)
     return ax
@@ -34,8 +32,7 @@ def acceptance(results: Mapping[str, object], ax=None):
         shares = result.per_position
         x = np.arange(1, len(shares) + 1) + (n - (len(results) - 1) / 2) * width
         label = f"{name}: accept length {result.accept_length:.3f} (n = {result.verifications:,} verifications)"
-        colour, hatch = PALETTE[n % len(PALETTE)], ("", "////", "....", "xxxx")[n % 4]
-        ax.bar(x, shares, width, color="white" if hatch else colour, edgecolor=colour, hatch=hatch, label=label)
+        ax.bar(x, shares, width, label=label, **bar_look(n))
     steps = max(len(r.per_position) for r in results.values())
     ax.set(xticks=range(1, steps + 1), xlabel="draft", ylabel="share accepted", title="Accepted drafts")
     ax.set_ylim(0, 1.35 * max(max(r.per_position) for r in results.values()) or 1)  # room for the legend

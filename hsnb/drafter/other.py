@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from hsnb.boundaries import from_boundaries, model_family
-from hsnb.drafter.states import SPECULATORS, Sample, StatesFolder, open_states, write_table
+from hsnb.drafter.states import Sample, StatesFolder, open_states, write_about, write_states, write_table
 from hsnb.errors import DumpError
 from hsnb.params import num_layers, read_config
-from hsnb.paths import write_json
 from hsnb.progress import Progress
 
 VLLM = "vllm"  # in the place of another engine's folder: it is started for these very samples
@@ -41,16 +39,14 @@ def take_vllm(samples: Sequence[Sample], out: Path, aux: Sequence[int], model: P
     (out / "hidden_states").mkdir()
     for n, (sample, dump) in enumerate(zip(samples, taken.dumps, strict=True)):
         got = dump.token_ids
-        if tuple(taken.boundaries) != wanted or got is None or got.tolist() != sample.ids:
+        same = got is not None and got.tolist() == sample.ids
+        if tuple(taken.boundaries) != wanted or not same:
             raise DumpError(
-                got=f"vLLM's states {n}: boundaries {list(taken.boundaries)}, token ids {'equal' if got is not None else 'missing'}",
+                got=f"vLLM's states {n}: boundaries {list(taken.boundaries)}, token ids {'equal' if same else 'other or missing'}",
                 expected=f"boundaries {list(wanted)} of the sample's own token ids",
                 likely="another version of vLLM, with another numbering",
                 next="hsnb run 02_divergence compares both engines, boundary by boundary",
             )
-        meta = {"hsnb_format": "1", "boundaries": str(list(wanted[:-1])), "final": "pre"}
-        states = {"hidden_states": dump.states().to(torch.bfloat16).contiguous(), "token_ids": got.contiguous()}
-        save_file(states, out / SPECULATORS.sample_file(n), metadata=meta)
-    about = {"hsnb_format": 1, "layout": "speculators", "boundaries": list(wanted[:-1]), "final": "pre", "model": str(model)}
-    write_json(out / "hsnb.json", {**about, "num_layers": layers, "engine": f"vLLM {taken.vllm_version}"})
+        write_states(out, n, dump.states().to(torch.bfloat16), got, wanted[:-1], "pre")
+    write_about(out, wanted[:-1], "pre", model, layers, engine=f"vLLM {taken.vllm_version}")
     return open_states(out)

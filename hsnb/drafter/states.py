@@ -189,13 +189,26 @@ def choose(
         ids, mask, states = (tensor[: lengths[n]] if lengths else tensor for tensor in source.read(row))
         final = head.normed(states[:, -1]).to(states.dtype) if head else states[:, -1]
         kept = torch.cat([states[:, columns], final[:, None]], 1).contiguous()
-        meta = {"hsnb_format": "1", "boundaries": str(list(aux)), "final": "post" if normed else source.final}
-        save_file({"hidden_states": kept, "token_ids": ids.contiguous()}, out / SPECULATORS.sample_file(n), metadata=meta)
+        write_states(out, n, kept, ids, aux, "post" if normed else source.final)
         samples.append((ids, mask))
     _write_rows(out, samples)
-    about = {"hsnb_format": 1, "layout": "speculators", "boundaries": list(aux), "final": "post" if normed else source.final}
-    write_json(out / "hsnb.json", {**about, "model": str(source.model), "num_layers": source.num_layers, "chosen_from": str(source.path)})
+    final = "post" if normed else source.final
+    write_about(out, aux, final, source.model, source.num_layers, chosen_from=str(source.path))
     return open_states(out)
+
+
+def write_states(out: Path, row: int, states: torch.Tensor, token_ids: torch.Tensor, aux: Sequence[int], final: str) -> None:
+    """Write [S, K + 1, H] and int64 [S] of one row as speculators reads them; `aux`: the boundaries of the first K columns."""
+    meta = SPECULATORS.meta({}, tuple(aux), final)
+    save_file(
+        {"hidden_states": states.contiguous(), "token_ids": token_ids.contiguous()}, out / SPECULATORS.sample_file(row), metadata=meta
+    )
+
+
+def write_about(out: Path, aux: Sequence[int], final: str, model: Path, num_layers: int, **more: str) -> None:
+    """Write hsnb.json beside such rows; `more`: where they come from."""
+    about = {"hsnb_format": 1, "layout": "speculators", "boundaries": list(aux), "final": final}
+    write_json(out / "hsnb.json", {**about, "model": str(model), "num_layers": num_layers, **more})
 
 
 def write_table(out: Path, samples: Sequence[Sample]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hsnb.drafter.states import Sample, StatesFolder
 from hsnb.errors import DataError
+from hsnb.health.text import marked
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Decoded:
     def _repr_html_(self) -> str:
         out = []
         for row, parts in self.rows:
-            text = "".join(f"<ins>⟦{html.escape(t)}⟧</ins>" if on else html.escape(t) for t, on in parts)
-            out.append(f"<p style='white-space:pre-wrap'>row {row}: {text}</p>")
+            out.append(f"<p style='white-space:pre-wrap'>row {row}: {marked((on, text) for text, on in parts)}</p>")
         return "<p>What is trained on is underlined and in ⟦brackets⟧.</p>" + "".join(out)
 
 

@@ -6,7 +6,6 @@ mistake in the states costs. The loss does not tell: states a boundary late, and
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import selectors
@@ -20,6 +19,7 @@ from typing import Any
 from hsnb.drafter.states import StatesFolder
 from hsnb.errors import HsnbError, ModelError, ParamsError
 from hsnb.paths import project_root
+from hsnb.show import pairs_html
 
 ENVIRONMENT = ".venv-trainers"  # made by `make setup-trainers`; HSNB_TRAINERS names another one
 FLAGS = {"norm_before_residual": False, "norm_before_fc": True, "norm_output": True}  # what SGLang can run, and trains fastest
@@ -92,8 +92,7 @@ class Training:
             "last loss": f"{self.last_loss:.3f}",
             "seconds": f"{self.seconds:.0f}",
         }
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in shown.items())
-        return f"<table class='hsnb'>{rows}</table>"
+        return pairs_html(shown.items())
 
 
 def trainers_python() -> Path:

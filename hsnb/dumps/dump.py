@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
 
 from hsnb.errors import DumpError
+from hsnb.show import pairs_html
 
 UNKNOWN = "unknown"
 NO_FINAL = "none"  # a dump that says that it holds no final state
@@ -116,8 +116,7 @@ class Dump(ABC):
             "states": f"{self.columns} x {self.num_tokens} x {self.hidden_size} {str(self.dtype).removeprefix('torch.')}, {self.nbytes:,} bytes",
             "path": self.path,
         }
-        cells = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows.items())
-        return f"<table>{cells}</table>"
+        return pairs_html(rows.items())
 
 
 def unreadable(path: Path, why: object, next: str = "extract the sample again") -> DumpError:

@@ -151,8 +151,10 @@ def run(
         owed = [r for r in rows if r not in done]
         output.begin(owed)
         output.describe(servers[0], layout, print_, store.url if store else "")
-        for entry in filter(lambda e: store and intact(data.path, e), done.values()):  # a run before had no time to send them
-            output.uploader.add(entry)
+        if store:
+            for entry in done.values():
+                if intact(data.path, entry):  # a run before had no time to send it
+                    output.uploader.add(entry)
         armed = servers[0].armed[0]
         width = (len(armed.boundaries) + 1) * armed.hidden_size * output.layout.DTYPE.itemsize
         budget = Flow(servers[0], limits, in_flight_tokens).most_tokens

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
+from hsnb.checks import row_faults
 from hsnb.trainers import TrainingSample
 
 MASSIVE = 10.0  # a row whose norm is so many times its sample's median is massive
@@ -51,11 +52,9 @@ def measure(sample: TrainingSample) -> Measured:
         for row, data in zip(rows, raw, strict=True):
             row.update(data)
         x = column.float()
-        low, high = x.amin(-1), x.amax(-1)  # NaN is passed on
-        nan = ~(torch.isfinite(low) & torch.isfinite(high))
-        flags.append((nan, (low == 0) & (high == 0), (low == high) & (low != 0) & ~nan))
+        flags.append([fault[:, 0] for fault in row_faults(column.contiguous()[:, None])])
         norms.append(x.norm(dim=-1))
-        size = torch.where(nan, 0.0, torch.maximum(low.abs(), high.abs()))
+        size = torch.where(flags[-1][0], 0.0, x.abs().amax(-1))
         position = int(size.argmax())
         dimension = int(x[position].abs().argmax())
         peaks.append((float(x[position, dimension]), c, position, dimension))

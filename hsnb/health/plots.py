@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hsnb.figures import BLUE, axes
-
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "black")  # Okabe and Ito's, without the yellow
+from hsnb.figures import BLUE, axes, line_look
 
 
 def norms(health, ax=None):
@@ -15,9 +13,8 @@ def norms(health, ax=None):
     x = np.array(health.norms.starts, dtype=float)
     for c, name in enumerate(health.columns):
         low, middle, high = health.norms.of_positions[c].T
-        colour = PALETTE[c % len(PALETTE)]
-        ax.plot(x, middle, marker="osD^v<>"[c % 7], ls=("-", "--", ":", "-.")[c % 4], ms=4, color=colour, label=name)
-        ax.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
+        (line,) = ax.plot(x, middle, ms=4, label=name, **line_look(c))
+        ax.fill_between(x, low, high, color=line.get_color(), alpha=0.12, lw=0)
     ax.set_xscale("symlog", base=2, linthresh=1)
     ax.set_xticks(x, [f"{int(v):,}" for v in x])
     ax.set(yscale="log", xlabel="position (token; each bin starts here)", ylabel="norm of a row (median, 5 to 95 %)")

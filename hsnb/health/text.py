@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -22,11 +22,16 @@ class Text:
     shown: int
 
     def html(self) -> str:
-        """Return it as HTML: what is trained is underlined and in brackets, so that no colour is needed."""
-        parts = "".join(f"<ins>⟦{escape(text)}⟧</ins>" if on else escape(text) for on, text in self.runs)
+        """Return it as HTML: its head, and `marked` below it."""
+        parts = marked(self.runs)
         more = f" … {self.tokens - self.shown:,} more tokens" if self.tokens > self.shown else ""
         head = f"{escape(self.name)}: {self.tokens:,} tokens, {self.trained:,} trained"
         return f'<p><b>{head}</b></p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{parts}{more}</pre>'
+
+
+def marked(runs: Iterable[tuple[bool, str]]) -> str:
+    """Return runs of text as HTML, the trained ones underlined and in brackets: in a dark page, and without any colour, too."""
+    return "".join(f"<ins>⟦{escape(text)}⟧</ins>" if trained else escape(text) for trained, text in runs)
 
 
 def text_of(name: str, ids: Sequence[int], mask: Sequence[int], decode: Decode, most: int = 400) -> Text:

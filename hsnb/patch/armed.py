@@ -14,6 +14,7 @@ from pathlib import Path
 
 ARMED_FORMAT = 1
 MAX_FAILURES = 64  # the latest ones; `counts` has the sum
+RING_FULL = "ring_full_ms"  # the one count that is none of requests: how long forwards waited for the writer's ring
 _ROOM = 48 * 1024  # bytes for counts and failures
 
 
@@ -47,7 +48,7 @@ class Armed:
     dp_size: int = 1
     env: dict[str, str] = field(default_factory=dict)  # NCCL_*, CUDA_* and SGLANG_* as this scheduler really has them
     server_args: dict = field(default_factory=dict)  # SGLang's own, those that are plain values
-    counts: dict[str, int] = field(default_factory=dict)  # captured, failed, and seen but not asked for: warmup, health, other
+    counts: dict[str, int] = field(default_factory=dict)  # captured, failed, and seen but not asked for: warmup, health, other; RING_FULL
     failures: list[dict[str, str]] = field(default_factory=list)  # {"request_id", "error"}
     hsnb_format: int = ARMED_FORMAT
 
@@ -81,9 +82,9 @@ class ArmedFile:
         self._longest = max(self._longest, len(tail))
         os.pwrite(self._fd, tail.ljust(self._longest), self._offset)  # behind it there are only spaces
 
-    def count(self, what: str) -> None:
-        """Count one request."""
-        self.armed.counts[what] = self.armed.counts.get(what, 0) + 1
+    def count(self, what: str, n: int = 1) -> None:
+        """Count one request, or add to a count."""
+        self.armed.counts[what] = self.armed.counts.get(what, 0) + n
         self.update()
 
     def fail(self, request_id: str, error: str) -> None:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 
 import torch
 
-from hsnb.patch.armed import Armed, ArmedFile
+from hsnb.patch.armed import RING_FULL, Armed, ArmedFile
 from hsnb.patch.bodies import Body
 from hsnb.patch.digest import PROBE_PREFIX, Digests
 from hsnb.patch.ring import Ring, ring_bytes
@@ -235,7 +235,7 @@ class Capture:
                 self.fail([r], f"{type(error).__name__}: {error}")
         try:
             if files and (waited := self.writer.add(files, stacked, ids)):
-                self.count("ring_full_ms", max(1, round(waited * 1000)))
+                self.count(RING_FULL, max(1, round(waited * 1000)))
         except Exception as error:
             self.fail([r for _, r in files], f"{type(error).__name__}: {error}")
         for file, r in files:
@@ -278,8 +278,7 @@ class Capture:
     def count(self, what: str, n: int = 1) -> None:
         """Add to a count of the armed file."""
         with self.telling:
-            self.armed.armed.counts[what] = self.armed.armed.counts.get(what, 0) + n
-            self.armed.update()
+            self.armed.count(what, n)
 
     def tell(self, request_id: str, seen: Seen | None, why: str) -> None:
         """Write a failure to the armed file, once for each request."""

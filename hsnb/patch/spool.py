@@ -93,6 +93,14 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(held).cast("B")
 
 
+def bits(tensor: torch.Tensor):
+    """Return a tensor in host memory as numpy bytes, which this thread copies alone.
+
+    torch's own copy wakes its pool of threads, which then spin for more: it costs ten times the copy (docs/performance.md).
+    """
+    return tensor.view(torch.uint8).numpy()
+
+
 class SafetensorsRequest(Request):
     """hidden_states [S, K+1, H] and token_ids int64 [S] in DIR/{hash}.safetensors."""
 
@@ -178,9 +186,8 @@ class PtRequest(Request):
     def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
         super().put(start, states, token_ids, goes_on)
         rows = slice(start, start + token_ids.shape[0])
-        bits = states.view(torch.uint8).numpy()  # numpy copies in this thread alone, without the GIL; torch would wake its own for it
         for k, column in enumerate(self._columns):
-            column.view(torch.uint8).numpy()[rows] = bits[:, k]
+            bits(column)[rows] = bits(states)[:, k]
         self._ids[rows] = token_ids
 
     def seal(self) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from hsnb.patch.ring import Ring, Slot
 from hsnb.patch.rows import Rows, cuts
-from hsnb.patch.spool import Request
+from hsnb.patch.spool import Request, bits
 
 log = logging.getLogger("sglang.hsnb")
 THREADS = "SGLANG_HS_DUMP_THREADS"
@@ -36,14 +36,6 @@ def writing_threads() -> int:
     if not asked.isdigit() or int(asked) < 1:
         raise ValueError(f"{THREADS} is {asked!r}, expected a whole number, 1 or more")
     return int(asked)
-
-
-def bits(tensor: torch.Tensor):
-    """Return a tensor in host memory as numpy bytes, which this thread copies alone.
-
-    torch's own copy wakes its pool of threads, which then spin for more: it costs ten times the copy (docs/performance.md).
-    """
-    return tensor.view(torch.uint8).numpy()
 
 
 def side_by_side(columns: list[torch.Tensor]) -> torch.Tensor:

@@ -6,11 +6,11 @@ import base64
 import copy
 import html as htmllib
 import mimetypes
-import os
 import re
 from pathlib import Path
 from typing import Any
 
+from hsnb.paths import replace_text
 from hsnb.report.outcome import ERROR_MARKER_TAG, Outcome, title_of
 from hsnb.report.style import CSS, error_block
 
@@ -74,11 +74,7 @@ def render(notebook: Path, html: Path | None = None) -> Path:
 
 def write_html(nb: Any, html: Path) -> Path:
     """Write the report of a notebook in memory to `html`, in one step; images are looked for in the folder of `html`."""
-    text = to_html(nb, html.parent, fallback_title=html.stem)
-    part = html.with_name(f".{html.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(html)
-    return html
+    return replace_text(html, to_html(nb, html.parent, fallback_title=html.stem))
 
 
 def to_html(nb: Any, folder: Path, *, fallback_title: str = "notebook") -> str:

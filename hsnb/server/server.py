@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import html
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ import hsnb
 from hsnb import paths
 from hsnb.errors import HsnbError
 from hsnb.params import Deployment
-from hsnb.patch.armed import Armed, read_armed
+from hsnb.patch.armed import RING_FULL, Armed, read_armed
 from hsnb.server import causes
 from hsnb.server.armed_check import check_armed, check_info, read_or_refuse
 from hsnb.server.client import Client
@@ -30,6 +29,7 @@ from hsnb.server.preflight import pick_port, preflight
 from hsnb.server.ready import Progress, failure, pick_info, wait_ready
 from hsnb.server.state import STOP_LIMIT_S, reserve, state_file
 from hsnb.server.supervisor import Job
+from hsnb.show import pairs_html
 
 
 @dataclass(eq=False)
@@ -207,11 +207,11 @@ class Server:
         from hsnb.figures import requests
 
         now = read_armed(self.spool) if self.capture else []
-        return requests({f"rank {a.rank}": a.counts for a in now or self.armed}, ax)
+        shown = {f"rank {a.rank}": {k: n for k, n in a.counts.items() if k != RING_FULL} for a in now or self.armed}
+        return requests(shown, ax)
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in self.as_dict().items())
-        return f"<table class='hsnb'>{rows}</table>"
+        return pairs_html(self.as_dict().items())
 
 
 def owners() -> list[list[float]]:

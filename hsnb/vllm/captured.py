@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from hsnb.dumps import Dump, open_dump
 from hsnb.errors import DumpError
+from hsnb.show import pairs_html
 
 
 @dataclass(frozen=True)
@@ -132,5 +132,4 @@ class Captured:
         )
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th style='text-align:left'>{k}</th><td>{html.escape(str(v))}</td></tr>" for k, v in self.as_dict().items())
-        return f"<table class='hsnb'>{rows}</table>"
+        return pairs_html(self.as_dict().items())
