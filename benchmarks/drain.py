@@ -32,7 +32,7 @@ from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
 from hsnb.extract.publish import Publisher
 from hsnb.ledger import Ledger
-from hsnb.patch.spool import SafetensorsRequest, dtype_name
+from hsnb.patch.spool import SafetensorsRequest, bits, dtype_name
 from hsnb.sizes import OUTPUT_FLOOR
 
 BOUNDARIES = (3, 31, 59)
@@ -135,9 +135,9 @@ def write_dumps(dumps: Dumps, spool: Path) -> tuple[list[Path], torch.Tensor]:
     states = torch.randn(dumps.tokens, 4, dumps.hidden, generator=torch.Generator().manual_seed(0)).to(dumps.dtype)
     ids, paths = torch.arange(dumps.tokens), []
     for row in range(dumps.count):
-        request = SafetensorsRequest(f"hsnb-{row}", dumps.tokens, "data", 4, dumps.hidden, dumps.dtype, meta)
+        request = SafetensorsRequest(f"hsnb-{row}", dumps.tokens, "data", 4, dumps.hidden, dtype_name(dumps.dtype), meta)
         request.begin(spool)
-        request.put(0, states, ids)
+        request.put(0, bits(states), ids.numpy())
         request.publish(spool)
         paths.append(request._path)
     return paths, ids

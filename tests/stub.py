@@ -12,13 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import torch
 
 import hsnb
 from hsnb.data import Prepared
 from hsnb.errors import ServerError
 from hsnb.patch.armed import Armed, ArmedFile, read_armed
-from hsnb.patch.spool import SafetensorsRequest
+from hsnb.patch.spool import SafetensorsRequest, bits, dtype_name
 from hsnb.probe.receipt import write_receipt
 from hsnb.server.client import Generated
 from hsnb.table import ABOUT, DATA_FORMAT
@@ -96,13 +97,13 @@ class StubServer:
         a = self.armed[0]
         meta = {"hsnb_format": "1", "boundaries": json.dumps(self.boundaries), "final": "pre", "dtype": "float32", "model": a.model_path}
         meta |= {"sglang_version": a.sglang_version, "patch_version": a.patch_version, "tp_rank": "0", "tp_size": "1"}
-        request = SafetensorsRequest(rid, len(ids), "data", states.shape[1], states.shape[2], states.dtype, meta)
+        request = SafetensorsRequest(rid, len(ids), "data", states.shape[1], states.shape[2], dtype_name(states.dtype), meta)
         try:
             request.begin(self.spool)
         except OSError as error:
             self.file.fail(rid, f"OSError: {error}")
             return
-        request.put(0, states, torch.tensor(ids))
+        request.put(0, bits(states), np.array(ids, np.int64))
         request.publish(self.spool)
         self.file.count("captured")
 

@@ -141,7 +141,8 @@ def capture(tmp_path):
     settings = Settings(tmp_path, (0, 1), "pre", "safetensors", "hsnb-")
     made = Capture(TwoLayers(), settings, ArmedFile(tmp_path, armed), writes=True, warmup=False, spec=Body(), images=frozenset({777}))
     made.body.forward = made
-    return made
+    yield made
+    made.writer.close()
 
 
 def run(capture, *parts, ids: bool = True, **more):
@@ -154,7 +155,7 @@ def run(capture, *parts, ids: bool = True, **more):
 
 def said(capture) -> tuple[dict, list[str]]:
     armed = read_armed(capture.settings.spool)[0]
-    return armed.counts, [f"{f['request_id']}: {f['error']}" for f in armed.failures]
+    return {what: n for what, n in armed.counts.items() if n}, [f"{f['request_id']}: {f['error']}" for f in armed.failures]
 
 
 def dumps(capture) -> int:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from hsnb.dumps import open_dump
 from hsnb.errors import DumpError, ExtractError
-from hsnb.patch.spool import SafetensorsRequest
+from hsnb.patch.spool import SafetensorsRequest, bits, dtype_name
 from hsnb.trainers import layout, place
 
 META = {
@@ -27,10 +27,10 @@ def dumped(spool: Path, rid: str = "hsnb-x-1-1", n: int = 37, dtype=torch.bfloat
     """Write a dump as the plug-in does, in two chunks; return its path and its states."""
     spool.mkdir(exist_ok=True)
     states = torch.randn(n, 4, 48, generator=torch.Generator().manual_seed(5)).to(dtype)
-    request = SafetensorsRequest(rid, n, "data", 4, 48, dtype, META | {"dtype": str(dtype).removeprefix("torch.")} | meta)
+    request = SafetensorsRequest(rid, n, "data", 4, 48, dtype_name(dtype), META | {"dtype": dtype_name(dtype)} | meta)
     request.begin(spool)
-    request.put(0, states[:20], torch.arange(20))
-    request.put(20, states[20:], torch.arange(20, n))
+    request.put(0, bits(states)[:20], torch.arange(20).numpy())
+    request.put(20, bits(states)[20:], torch.arange(20, n).numpy())
     request.publish(spool)
     return request._path, states
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks import render_errors
 from hsnb import errors
 from hsnb.dumps import open_dump
-from hsnb.patch.spool import LAYOUTS
+from hsnb.patch.spool import LAYOUTS, bits
 from hsnb.trainers import layout
 from hsnb.trainers.layout import Row
 
@@ -53,10 +53,10 @@ def header(file: Path) -> dict:
 
 
 def written(kind: str, spool: Path, chunks=((0, 3), (3, 5))) -> Path:
-    request = LAYOUTS[kind]("hsnb-a/../b", 5, "data", 4, 8, torch.bfloat16, META)
+    request = LAYOUTS[kind]("hsnb-a/../b", 5, "data", 4, 8, "bfloat16", META)
     request.begin(spool)
     for start, end in chunks:
-        request.put(start, torch.randn(end - start, 4, 8).bfloat16(), torch.arange(start, end))
+        request.put(start, bits(torch.randn(end - start, 4, 8).bfloat16()), torch.arange(start, end).numpy())
     request.publish(spool)
     (path,) = [p for p in spool.iterdir() if not p.name.startswith(".")]
     return path

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from hsnb.errors import DumpError
 from hsnb.patch.spool import LAYOUTS as SPOOLS
+from hsnb.patch.spool import bits
 from hsnb.trainers import open_folder
 from tests.training_files import AUX, WRITERS, H, samples, write_deepspec, write_model_optimizer, write_speculators, write_speculators_pt
 
@@ -41,9 +42,9 @@ def test_every_layout_is_found_and_read_bit_for_bit(layout, tmp_path):
 @pytest.mark.parametrize("layout", SPOOLS)
 def test_a_spool_of_ours_says_what_it_holds(layout, tmp_path):
     for k, (ids, _, states) in enumerate(samples()):
-        request = SPOOLS[layout](f"r{k}", len(ids), "data", AUX + 1, H, torch.bfloat16, {**META, "dtype": "bfloat16"})
+        request = SPOOLS[layout](f"r{k}", len(ids), "data", AUX + 1, H, "bfloat16", {**META, "dtype": "bfloat16"})
         request.begin(tmp_path)
-        request.put(0, states, ids)
+        request.put(0, bits(states), ids.numpy())
         request.publish(tmp_path)
     (tmp_path / "armed-0.json").write_text("{}")
     folder = open_folder(tmp_path)

@@ -1,10 +1,16 @@
-"""The ring and the writer: nothing lost, nothing twice, nothing unbounded, however slow the disk and whatever fails. No engine."""
+"""The ring and the writer: nothing lost, nothing twice, nothing unbounded, however slow the disk and whatever fails. No engine.
+
+`made` starts the real process that writes. `inside` lets its code run in a thread of this process instead, so that a disk can be
+made slow or broken in ways that no real one can be asked for.
+"""
 
 import gc
 import json
+import os
 import random
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -13,17 +19,52 @@ import torch
 
 from hsnb.dumps import dump_path, list_dumps, open_dump
 from hsnb.patch import ring as rings
+from hsnb.patch import writer as writers
 from hsnb.patch.armed import Armed, ArmedFile, read_armed
 from hsnb.patch.bodies import Body
 from hsnb.patch.capture import Capture
 from hsnb.patch.ring import Ring, ring_bytes
 from hsnb.patch.rows import Rows, cuts
+from hsnb.patch.scribe import Scribe, serve
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import SafetensorsRequest
-from hsnb.patch.writer import Writer, writing_threads
+from hsnb.patch.writer import writing_threads
 from tests.test_modes import TwoLayers, batch, req, said
 
 WIDTH = 64  # of the body's states
+_MADE: list[Capture] = []
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    """End every writing process that a test started."""
+    yield
+    while _MADE:
+        _MADE.pop().writer.close()
+
+
+class Inside:
+    """What stands for the writing process: its code in a thread."""
+
+    pid = -1
+
+    def __init__(self, connection, ring: int, armed: int):
+        copies = os.dup(connection.fileno()), os.dup(ring), os.dup(armed)
+        self.thread = threading.Thread(target=lambda: serve(Connection(copies[0]), *copies[1:]), daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        """A thread ends when its connection does."""
+
+    def wait(self) -> int:
+        self.thread.join(5)
+        return 0
+
+
+def inside(tmp_path, monkeypatch, **more) -> Capture:
+    """Return a capture whose files are written in this process."""
+    monkeypatch.setattr(writers, "start_process", Inside)
+    return made(tmp_path, monkeypatch, **more)
 
 
 def made(tmp_path, monkeypatch, mib: int = 1, layout: str = "safetensors", threads: int = 2) -> Capture:
@@ -34,6 +75,7 @@ def made(tmp_path, monkeypatch, mib: int = 1, layout: str = "safetensors", threa
     settings = Settings(tmp_path, (0, 1), "pre", layout, "hsnb-")
     capture = Capture(TwoLayers(), settings, ArmedFile(tmp_path, armed), writes=True, warmup=False, spec=Body())
     capture.body.forward = capture
+    _MADE.append(capture)
     return capture
 
 
@@ -128,22 +170,22 @@ def test_a_prompt_of_many_pieces_and_chunks_is_whole_and_names_its_chunks(tmp_pa
     assert (json.loads(chunks) if isinstance(chunks, str) else chunks) == [[0, 600], [600, 1000]]
 
 
-def slowly(capture, seconds: float) -> None:
+def slowly(monkeypatch, seconds: float) -> None:
     """Make the disk slow."""
-    put = capture.writer.put
+    put = Scribe.put
 
     def slow(*args):
         time.sleep(seconds)
         put(*args)
 
-    capture.writer.put = slow
+    monkeypatch.setattr(Scribe, "put", slow)
 
 
 def test_a_slow_disk_is_not_waited_for_until_the_ring_is_full_and_that_is_told(tmp_path, monkeypatch):
-    capture = made(tmp_path, monkeypatch)
+    capture = inside(tmp_path, monkeypatch)
     run(capture, (req("hsnb-warm", 1), 0, 1))
     capture.writer.settle()
-    slowly(capture, 0.2)
+    slowly(monkeypatch, 0.2)
     before = time.monotonic()
     run(capture, (req("hsnb-a", 160), 0, 160), (req("hsnb-b", 160), 0, 160))
     assert time.monotonic() - before < 0.2, "the forward waited for the disk"
@@ -159,8 +201,8 @@ def test_a_slow_disk_is_not_waited_for_until_the_ring_is_full_and_that_is_told(t
 
 def test_what_the_model_does_next_with_its_buffers_changes_nothing(tmp_path, monkeypatch):
     """The states and the token ids are poisoned as soon as the forward is over, while the disk has not begun."""
-    capture = made(tmp_path, monkeypatch)
-    slowly(capture, 0.1)
+    capture = inside(tmp_path, monkeypatch)
+    slowly(monkeypatch, 0.1)
     kept = []
     borrow = capture.borrow
 
@@ -181,8 +223,8 @@ def test_what_the_model_does_next_with_its_buffers_changes_nothing(tmp_path, mon
 
 
 def test_a_prompt_that_starts_again_while_its_first_rows_are_still_written(tmp_path, monkeypatch):
-    capture = made(tmp_path, monkeypatch, threads=4)
-    slowly(capture, 0.05)
+    capture = inside(tmp_path, monkeypatch, threads=4)
+    slowly(monkeypatch, 0.05)
     one = req("hsnb-a", 90)
     run(capture, (one, 0, 30))
     run(capture, (one, 0, 60))  # retracted between its chunks, twice
@@ -193,15 +235,14 @@ def test_a_prompt_that_starts_again_while_its_first_rows_are_still_written(tmp_p
 
 
 def test_one_failing_file_is_told_once_and_its_neighbours_are_whole(tmp_path, monkeypatch):
-    capture = made(tmp_path, monkeypatch)
-    put = capture.writer.put
+    capture, put = inside(tmp_path, monkeypatch), Scribe.put
 
-    def full(request, rows, states, token_ids):
-        if request.request_id == "hsnb-b" and rows.start >= 300:
+    def full(self, request, part):
+        if request.request_id == "hsnb-b" and part.start >= 300:
             raise OSError(28, "No space left on device")
-        put(request, rows, states, token_ids)
+        put(self, request, part)
 
-    capture.writer.put = full
+    monkeypatch.setattr(Scribe, "put", full)
     bad = req("hsnb-b", 900)
     run(capture, (req("hsnb-a", 20), 0, 20), (bad, 0, 500), (req("hsnb-c", 30), 0, 30))
     capture.writer.settle()
@@ -211,7 +252,7 @@ def test_one_failing_file_is_told_once_and_its_neighbours_are_whole(tmp_path, mo
     assert counts == {"captured": 2, "failed": 1} and failures == ["hsnb-b: OSError: [Errno 28] No space left on device"]
     assert list(tmp_path.glob(".*.tmp")) == [] and len(list_dumps(tmp_path)) == 2
     assert_right(tmp_path, "hsnb-c", 30)
-    capture.writer.put = put  # the thread and the ring live on: more than the ring holds
+    monkeypatch.setattr(Scribe, "put", put)  # the thread and the ring live on: more than the ring holds
     for n in range(10):
         run(capture, (req(f"hsnb-{n}", 500), 0, 500))
     capture.writer.settle()
@@ -219,12 +260,12 @@ def test_one_failing_file_is_told_once_and_its_neighbours_are_whole(tmp_path, mo
 
 
 def test_a_rename_that_fails_is_not_counted_as_captured(tmp_path, monkeypatch):
-    capture = made(tmp_path, monkeypatch)
+    capture = inside(tmp_path, monkeypatch)
     monkeypatch.setattr(SafetensorsRequest, "publish", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     run(capture, (req("hsnb-a", 5), 0, 5))
     capture.writer.settle()
     counts, failures = said(capture)
-    assert (counts["captured"], counts["failed"]) == (0, 1) and "PermissionError" in failures[0]
+    assert counts == {"failed": 1} and "PermissionError" in failures[0]
     assert list(tmp_path.glob(".*.tmp")) == []
 
 
@@ -237,7 +278,7 @@ def test_a_row_that_no_ring_holds_is_told(tmp_path, monkeypatch):
 
 def test_the_count_is_there_before_the_file(tmp_path, monkeypatch):
     """A client that sees its dump may ask at once how many were captured."""
-    capture = made(tmp_path, monkeypatch)
+    capture = inside(tmp_path, monkeypatch)
     seen, publish = [], SafetensorsRequest.publish
 
     def looking(self, spool):
@@ -283,19 +324,10 @@ def test_a_batch_is_cut_into_few_pieces_and_every_row_is_in_one():
     assert list(cuts(rows, 100)) == [(0, 7, [0, 1]), (9, 11, [2])] and list(cuts([], 5)) == []
 
 
-def test_a_piece_of_several_users_is_free_when_all_gave_it_back():
-    ring = Ring(1 << 16)
-    slot, _ = ring.take(100, users=2)
-    ring.give(slot)
-    assert list(ring._slots) == [slot]
-    ring.give(slot)
-    assert not ring._slots
-
-
-def test_no_thread_before_the_first_rows(tmp_path):
-    before = threading.active_count()
-    Writer(tmp_path, Ring(1 << 16), put=None, publish=None, failed=None)
-    assert threading.active_count() == before
+def test_neither_process_nor_thread_before_the_first_rows(tmp_path, monkeypatch):
+    before, children = threading.active_count(), psutil.Process().children()
+    made(tmp_path, monkeypatch)
+    assert threading.active_count() == before and psutil.Process().children() == children
 
 
 def test_ten_thousand_requests_leave_no_memory_behind(tmp_path, monkeypatch):

@@ -1,10 +1,15 @@
 """What fails in the writer must be heard by the client, and must stop nobody else. No engine."""
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -12,19 +17,21 @@ from hsnb.collect import collect
 from hsnb.dumps import list_dumps
 from hsnb.errors import CaptureError
 from hsnb.patch import ring as rings
+from hsnb.patch.batch import States
 from hsnb.patch.ring import Ring
-from hsnb.patch.spool import SafetensorsRequest
-from hsnb.patch.writer import Writer, side_by_side
+from hsnb.patch.scribe import Scribe
+from hsnb.patch.spool import SafetensorsRequest, file_stem
+from hsnb.patch.writer import Writer
 from tests.test_modes import req, said
-from tests.test_writer import assert_right, made, run, slowly
+from tests.test_writer import assert_right, closed, inside, made, run, slowly  # noqa: F401
 
 
 def test_a_disk_that_hangs_is_told_and_does_not_hang_the_model(tmp_path, monkeypatch):
     """The ring is full and nothing comes back: the requests of that batch fail, the next ones at once, and those after the hang are whole."""
     monkeypatch.setattr(rings, "PATIENCE_S", 0.2)
-    capture, hang = made(tmp_path, monkeypatch), threading.Event()
-    put = capture.writer.put
-    capture.writer.put = lambda *args: (hang.wait(20), put(*args))
+    capture, hang = inside(tmp_path, monkeypatch), threading.Event()
+    put = Scribe.put
+    monkeypatch.setattr(Scribe, "put", lambda *args: (hang.wait(20), put(*args)))
     for n in range(12):
         run(capture, (req(f"hsnb-{n}", 160), 0, 160))
     counts, failures = said(capture)
@@ -62,27 +69,131 @@ def test_a_copy_that_fails_is_told_and_gives_its_part_of_the_ring_back(tmp_path,
     assert_right(tmp_path, "hsnb-c", 400)
 
 
-def test_threads_that_cannot_be_started_are_told_and_tried_again(tmp_path, monkeypatch):
-    capture, start = made(tmp_path, monkeypatch), threading.Thread.start
+def test_a_process_that_cannot_be_started_is_told_and_tried_again(tmp_path, monkeypatch):
+    capture, popen = made(tmp_path, monkeypatch), subprocess.Popen
 
-    def refused(thread):
-        raise RuntimeError("can't start new thread")
+    def refused(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(subprocess, "Popen", refused)
     run(capture, (req("hsnb-a", 5), 0, 5))
-    assert said(capture) == ({"failed": 1}, ["hsnb-a: RuntimeError: can't start new thread"])
-    monkeypatch.setattr(threading.Thread, "start", start)
+    assert said(capture) == ({"failed": 1}, ["hsnb-a: BlockingIOError: [Errno 11] Resource temporarily unavailable"])
+    monkeypatch.setattr(subprocess, "Popen", popen)
     run(capture, (req("hsnb-b", 5), 0, 5))
     capture.writer.settle()
     assert said(capture)[0] == {"failed": 1, "captured": 1} and not capture.writer.ring._slots
     assert_right(tmp_path, "hsnb-b", 5)
 
 
+def test_a_process_that_ends_takes_only_what_it_had_with_it_and_another_goes_on(tmp_path, monkeypatch):
+    """Killed while it is stopped: a prompt of two chunks, and one that was whole in the ring."""
+    capture = made(tmp_path, monkeypatch)
+    run(capture, (req("hsnb-before", 5), 0, 5))
+    capture.writer.settle()
+    (first,) = children()
+    long = req("hsnb-long", 60)
+    run(capture, (long, 0, 30))
+    capture.writer.settle()
+    first.suspend()
+    run(capture, (req("hsnb-a", 20), 0, 20))
+    assert len(list(tmp_path.glob(f".*.{first.pid}.*"))) == 1
+    first.kill()
+    capture.writer.settle()
+    counts, failures = said(capture)
+    assert counts == {"captured": 1, "failed": 2} and list(tmp_path.glob(".*.tmp")) == [] and not capture.writer.ring._slots
+    why = "RuntimeError: the process that writes dumps ended: the next prompt starts another (its status: -9)"
+    assert sorted(failures) == [f"hsnb-a: {why}", f"hsnb-long: {why}"]
+    run(capture, (long, 30, 60), (req("hsnb-after", 40), 0, 40))
+    capture.writer.settle()
+    assert said(capture)[0] == {"captured": 2, "failed": 2} and list(tmp_path.glob(".*.tmp")) == []
+    assert_right(tmp_path, "hsnb-after", 40)
+    (second,) = children()
+    assert second.pid != first.pid
+
+
+def test_a_process_that_is_stopped_is_felt_as_a_disk_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(rings, "PATIENCE_S", 0.3)
+    capture = made(tmp_path, monkeypatch)
+    run(capture, (req("hsnb-before", 5), 0, 5))
+    capture.writer.settle()
+    (process,) = children()
+    process.suspend()
+    for n in range(9):
+        run(capture, (req(f"hsnb-{n}", 160), 0, 160))
+    assert said(capture)[1] == ["hsnb-8: TimeoutError: the ring of 1 MiB is full and nothing was written for 0.3 s"]
+    process.resume()
+    capture.writer.settle()
+    assert said(capture)[0] == {"captured": 9, "failed": 1}
+    for n in range(8):
+        assert_right(tmp_path, f"hsnb-{n}", 160)
+
+
+def test_real_faults_of_the_disk_reach_the_client_from_the_process(tmp_path, monkeypatch):
+    """A limit on file sizes, a name that is taken by a folder, a spool that is gone."""
+    capture = made(tmp_path, monkeypatch)
+    run(capture, (req("hsnb-before", 5), 0, 5))
+    capture.writer.settle()
+    (process,) = children()
+    process.rlimit(psutil.RLIMIT_FSIZE, (60_000, -1))
+    run(capture, (req("hsnb-large", 500), 0, 500), (req("hsnb-small", 20), 0, 20))
+    capture.writer.settle()
+    process.rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
+    taken = tmp_path / f"{file_stem('hsnb-taken')}.safetensors"
+    (taken / "x").mkdir(parents=True)
+    run(capture, (req("hsnb-taken", 5), 0, 5))
+    capture.writer.settle()
+    counts, failures = said(capture)
+    assert counts == {"captured": 2, "failed": 2} and list(tmp_path.glob(".*.tmp")) == []
+    assert failures[0] == "hsnb-large: OSError: [Errno 27] File too large" and "hsnb-taken: IsADirectoryError" in failures[1]
+    assert_right(tmp_path, "hsnb-small", 20)
+    shutil.rmtree(tmp_path)
+    run(capture, (req("hsnb-gone", 5), 0, 5))
+    capture.writer.settle()
+    assert [f["error"] for f in capture.armed.armed.failures][-1].startswith("FileNotFoundError: [Errno 2] No such file")
+    tmp_path.mkdir()
+
+
+def test_the_process_ends_with_its_scheduler_however_that_ends(tmp_path):
+    """Killed in the middle of a prompt: nothing runs on, and what was begun is removed."""
+    code = """
+import sys, time
+from pathlib import Path
+import pytest
+from tests.test_writer import made, req, run
+with pytest.MonkeyPatch.context() as patch:
+    capture = made(Path(sys.argv[1]), patch)
+    run(capture, (req("hsnb-a", 5), 0, 5), (req("hsnb-b", 60), 0, 30))
+    capture.writer.settle()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    scheduler = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert scheduler.stdout.readline() == "ready\n"
+    (process,) = psutil.Process(scheduler.pid).children()
+    assert process.cmdline()[1:3] == ["-m", "hsnb.patch"] and len(list(tmp_path.glob(".*.tmp"))) == 1
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # as a terminal sends it to a whole group: the scheduler may still have rows for it
+    time.sleep(0.2)
+    assert process.is_running()
+    scheduler.kill()
+    scheduler.wait()
+    scheduler.stdout.close()
+    process.wait(10)
+    assert list(tmp_path.glob(".*.tmp")) == [] and len(list_dumps(tmp_path)) == 1
+
+
+def children() -> list[psutil.Process]:
+    """Return the writing processes of this one."""
+    return [p for p in psutil.Process().children() if p.cmdline()[1:3] == ["-m", "hsnb.patch"]]
+
+
 def test_a_disk_that_takes_neither_rows_nor_a_removal_is_told(tmp_path, monkeypatch):
     def dead(*_):
         raise OSError(30, "Read-only file system")
 
-    capture = made(tmp_path, monkeypatch)
+    capture = inside(tmp_path, monkeypatch)
     monkeypatch.setattr(SafetensorsRequest, "put", dead)
     monkeypatch.setattr(SafetensorsRequest, "discard", dead)
     run(capture, (req("hsnb-a", 5), 0, 5))
@@ -92,17 +203,18 @@ def test_a_disk_that_takes_neither_rows_nor_a_removal_is_told(tmp_path, monkeypa
 
 def test_the_error_of_an_attempt_that_was_given_up_is_not_told_of_the_next_one(tmp_path, monkeypatch):
     """A prompt is retracted between its chunks while the disk fails under its first rows: its second try is whole, and is no failure."""
-    capture, begun, go = made(tmp_path, monkeypatch), threading.Event(), threading.Event()
-    put = capture.writer.put
+    capture, begun, go = inside(tmp_path, monkeypatch), threading.Event(), threading.Event()
+    put = Scribe.put
 
-    def first_fails(request, rows, *args):
-        if (rows.start, rows.n) == (0, 30):
+    def first_fails(self, request, part):
+        if (part.start, part.n) == (0, 30):
             begun.set()
             go.wait(5)
             raise OSError(5, "Input/output error")
-        put(request, rows, *args)
+        put(self, request, part)
 
-    capture.writer.put, one = first_fails, req("hsnb-a", 90)
+    monkeypatch.setattr(Scribe, "put", first_fails)
+    one = req("hsnb-a", 90)
     run(capture, (one, 0, 30))
     assert begun.wait(5)
     run(capture, (one, 0, 60))
@@ -115,7 +227,7 @@ def test_the_error_of_an_attempt_that_was_given_up_is_not_told_of_the_next_one(t
 
 def test_a_file_that_cannot_be_closed_never_gets_its_name(tmp_path, monkeypatch):
     """Network file systems tell of a write that failed when the file is closed."""
-    capture, close = made(tmp_path, monkeypatch), os.close
+    capture, close = inside(tmp_path, monkeypatch), os.close
 
     def refusing(fd):
         path = os.readlink(f"/proc/self/fd/{fd}")
@@ -127,27 +239,27 @@ def test_a_file_that_cannot_be_closed_never_gets_its_name(tmp_path, monkeypatch)
     run(capture, (req("hsnb-a", 5), 0, 5))
     capture.writer.settle()
     counts, failures = said(capture)
-    assert (counts["captured"], counts["failed"]) == (0, 1) and "Disk quota exceeded" in failures[0]
+    assert counts == {"failed": 1} and "Disk quota exceeded" in failures[0]
     assert list_dumps(tmp_path) == [] and list(tmp_path.glob(".*.tmp")) == []
 
 
 def test_the_largest_piece_of_any_width_fits_the_ring():
     ring = Ring(1 << 16)
-    writer = Writer(Path(), ring, put=None, publish=None, failed=None)
+    writer = Writer(Path(), ring, None, layout="safetensors", meta={}, failed=None)
     for width in range(1, 200):
-        rows = writer.rows_at_once(torch.zeros(1, 1, width, dtype=torch.bfloat16))
+        rows = writer.rows_at_once(2 * width)
         assert -(-rows * width * 2 // 8) * 8 + 8 * rows <= ring.largest, width
 
 
 def test_the_client_waits_for_a_long_dump_that_is_still_written_and_not_for_one_that_stands_still(tmp_path, monkeypatch):
     """One file for longer than the timeout: no other is published meanwhile."""
-    capture = made(tmp_path, monkeypatch)
-    slowly(capture, 0.15)
+    capture = inside(tmp_path, monkeypatch)
+    slowly(monkeypatch, 0.25)
     run(capture, (req("hsnb-a", 1000), 0, 1000))  # six pieces
-    assert collect(tmp_path, "hsnb-a", timeout_s=0.4).suffix == ".safetensors"
+    assert collect(tmp_path, "hsnb-a", timeout_s=1.0).suffix == ".safetensors"
     assert_right(tmp_path, "hsnb-a", 1000)
     hang = threading.Event()
-    capture.writer.put = lambda *_: hang.wait(20)
+    monkeypatch.setattr(Scribe, "put", lambda *_: hang.wait(20))
     run(capture, (req("hsnb-b", 5), 0, 5))
     before = time.monotonic()
     with pytest.raises(CaptureError, match=r"no dump of request hsnb-b in .* after 0.4 s"):
@@ -160,8 +272,10 @@ def test_columns_are_put_side_by_side_as_torch_does_and_never_stretched():
     """numpy would repeat a single row without a word."""
     packed = torch.randn(7, 3 * 8).to(torch.bfloat16)  # DeepSeek's aux states: chunks of one tensor
     columns = [*packed.chunk(3, dim=-1), torch.randn(7, 8).to(torch.bfloat16)]
-    assert torch.equal(side_by_side(columns), torch.stack(columns, dim=1))
+    states, here = States(columns), torch.zeros(3, 4, 8, dtype=torch.bfloat16)
+    states.copy_to(here, slice(2, 5))
+    assert torch.equal(here, torch.stack(columns, dim=1)[2:5]) and torch.equal(states.rows(slice(2, 5)), here)
     with pytest.raises(ValueError, match=r"different kinds: .'torch\.bfloat16.1, 8.', 'torch\.bfloat16.7, 8.'"):
-        side_by_side([columns[0], columns[1][:1]])
+        States([columns[0], columns[1][:1]])
     with pytest.raises(ValueError, match=r"torch\.float32"):
-        side_by_side([columns[0], columns[1].float()])
+        States([columns[0], columns[1].float()])

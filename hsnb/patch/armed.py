@@ -1,13 +1,15 @@
 """armed-{rank}.json: what each scheduler armed, counted and failed at, written from inside it and read by the client.
 
 The file is laid out once with room to spare and its end then rewritten in place, so that it can still be updated when the
-file system is full. Only the standard library is used: this module is imported in every SGLang process.
+file system is full. One number before that end is not the scheduler's: the dumps, counted by the process that writes them. Only the
+standard library is used: this module is imported in every SGLang process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,7 +17,9 @@ from pathlib import Path
 ARMED_FORMAT = 1
 MAX_FAILURES = 64  # the latest ones; `counts` has the sum
 RING_FULL = "ring_full_ms"  # the one count that is none of requests: how long forwards waited for the writer's ring
+CAPTURED = "captured"
 _ROOM = 48 * 1024  # bytes for counts and failures
+_DIGITS = 20  # bytes for the number of dumps
 
 
 @dataclass
@@ -53,8 +57,23 @@ class Armed:
     hsnb_format: int = ARMED_FORMAT
 
 
+class Captured:
+    """The number of dumps, in its place in an armed file that is open as `fd`."""
+
+    def __init__(self, fd: int, offset: int):
+        self._fd, self._offset, self._changing = fd, offset, threading.Lock()
+        self.number = int(os.pread(fd, _DIGITS, offset) or 0)
+
+    def add(self, n: int) -> int:
+        """Count dumps and return how many there are; safe in several threads of one process."""
+        with self._changing:
+            self.number += n
+            os.pwrite(self._fd, b"%-*d" % (_DIGITS, self.number), self._offset)
+            return self.number
+
+
 class ArmedFile:
-    """The writing side: one file, held open, its changing end rewritten in place.
+    """The scheduler's side: one file, held open, its changing end rewritten in place.
 
     Raises OSError when `spool` cannot be written to.
     """
@@ -63,10 +82,12 @@ class ArmedFile:
         self.path = spool / f"armed-{armed.rank}.json"
         self.armed = armed
         fixed = {k: v for k, v in asdict(armed).items() if k not in ("counts", "failures")}
-        head = json.dumps(fixed, indent=1).encode()[:-2] + b",\n"
+        head = json.dumps(fixed, indent=1).encode()[:-2] + f',\n "counts": {{"{CAPTURED}": '.encode()
         temporary = spool / f".armed-{armed.rank}.{os.getpid()}.tmp"
-        self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._offset = os.write(self._fd, head)
+        self.fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self.captured_at = os.write(self.fd, head + b"%-*d" % (_DIGITS, armed.counts.setdefault(CAPTURED, 0))) - _DIGITS
+        self.captured = Captured(self.fd, self.captured_at)
+        self._offset = self.captured_at + _DIGITS
         self._longest = _ROOM  # lays the room out
         self.update()
         self._longest = 0
@@ -75,17 +96,21 @@ class ArmedFile:
     def update(self) -> None:
         """Write the present counts and failures, the oldest left out if they would outgrow their room; JSON allows padding."""
         while True:
-            tail = json.dumps({"counts": self.armed.counts, "failures": self.armed.failures}, ensure_ascii=False).encode()[1:]
+            counts = "".join(f", {json.dumps(what)}: {n}" for what, n in self.armed.counts.items() if what != CAPTURED)
+            tail = f'{counts}}}, "failures": {json.dumps(self.armed.failures, ensure_ascii=False)}}}'.encode()
             if len(tail) <= _ROOM:
                 break
             del self.armed.failures[0]
         self._longest = max(self._longest, len(tail))
-        os.pwrite(self._fd, tail.ljust(self._longest), self._offset)  # behind it there are only spaces
+        os.pwrite(self.fd, tail.ljust(self._longest), self._offset)  # behind it there are only spaces
 
     def count(self, what: str, n: int = 1) -> None:
-        """Count one request, or add to a count."""
-        self.armed.counts[what] = self.armed.counts.get(what, 0) + n
-        self.update()
+        """Count one request, or add to a count. Dumps are counted here only when no process of its own writes them (tests, stubs)."""
+        if what == CAPTURED:
+            self.armed.counts[what] = self.captured.add(n)
+        else:
+            self.armed.counts[what] = self.armed.counts.get(what, 0) + n
+            self.update()
 
     def fail(self, request_id: str, error: str) -> None:
         """Count a failed request and keep the reason where the client can read it."""

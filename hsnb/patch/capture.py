@@ -17,13 +17,15 @@ from collections import OrderedDict
 import torch
 
 from hsnb.patch.armed import RING_FULL, Armed, ArmedFile
+from hsnb.patch.batch import States
 from hsnb.patch.bodies import Body
 from hsnb.patch.digest import PROBE_PREFIX, Digests
 from hsnb.patch.ring import Ring, ring_bytes
 from hsnb.patch.rows import Known, Rows, Seen
+from hsnb.patch.scribe import Begin
 from hsnb.patch.settings import Settings
-from hsnb.patch.spool import LAYOUTS, Request, dtype_name
-from hsnb.patch.writer import File, Writer, side_by_side
+from hsnb.patch.spool import dtype_name
+from hsnb.patch.writer import File, Writer
 
 log = logging.getLogger("sglang.hsnb")
 _MAX_KNOWN = 65536
@@ -42,8 +44,7 @@ class Capture:
         self.open: OrderedDict[str, File] = OrderedDict()  # prompts with rows to come; the writer has the others
         self.warmup_expected, self.warmup_id = warmup, None
         a = armed.armed
-        self.telling = threading.Lock()  # of the armed file, for the forward and the threads that write
-        self.writer = self.make_writer(a) if writes else None
+        self.telling = threading.Lock()  # of the armed file, for the forward and the thread that hears of failures
         self.digests = Digests(settings.spool, a.rank, [*map(str, settings.boundaries), "final"])
         self.meta = {
             "hsnb_format": "1",
@@ -56,6 +57,7 @@ class Capture:
             "tp_rank": str(a.tp_rank),
             "tp_size": str(a.tp_size),
         }
+        self.writer = self.make_writer(a) if writes else None
 
     def make_writer(self, a: Armed) -> Writer:
         """Return the writer with its ring: four of the server's prefill chunks by default."""
@@ -66,9 +68,10 @@ class Capture:
         return Writer(
             self.settings.spool,
             ring,
-            put=self.put,
-            publish=self.publish,
-            failed=lambda file, why: self.tell(file.request.request_id, file.seen, why),
+            self.armed,
+            layout=self.settings.format,
+            meta=self.meta,
+            failed=lambda file, why: self.tell(file.begin.request_id, file.seen, why),
         )
 
     # -- which requests ------------------------------------------------------------------------------------------
@@ -152,8 +155,8 @@ class Capture:
                 self.writer.give_up(file)
                 req = self.lengths[rid].seen.req() if rid in self.lengths else None
                 if req is None or req.finished_reason is not None:
-                    why = f"aborted at row {file.next_row} of {file.request.num_tokens}: its client gave it up or went away"
-                    self.fail([Rows(rid, 0, 0, 0, file.request.kind)], why)
+                    why = f"aborted at row {file.next_row} of {file.begin.num_tokens}: its client gave it up or went away"
+                    self.fail([Rows(rid, 0, 0, 0, file.begin.kind)], why)
 
     # -- one forward ---------------------------------------------------------------------------------------------
 
@@ -211,12 +214,12 @@ class Capture:
             wanted = (*self.settings.boundaries, "final")
             if missing := [k for k in wanted if k not in states]:
                 raise ValueError(f"none for {missing}")
-            stacked = side_by_side([states[k] for k in wanted])  # [tokens, K + 1, H]: a request's rows are one contiguous piece
-            if stacked.shape[0] != token_ids.shape[0]:
-                raise ValueError(f"{stacked.shape[0]} rows for {token_ids.shape[0]} tokens: scattered tokens are not captured")
+            columns = States([states[k] for k in wanted])
+            if columns.tokens != token_ids.shape[0]:
+                raise ValueError(f"{columns.tokens} rows for {token_ids.shape[0]} tokens: scattered tokens are not captured")
             ids = token_ids.to(torch.int64, copy=True)  # [tokens]
-            if self.writes:
-                self.writer.follow(stacked, ids)
+            if self.writes and columns.on_gpu:
+                self.writer.follow(columns.stacked, ids)
         except Exception as error:
             log.exception("hsnb: capture failed")
             self.fail(rows, f"the model gave no states: {error!r}")
@@ -228,13 +231,13 @@ class Capture:
                 continue
             try:
                 if r.request_id.startswith(PROBE_PREFIX):  # few and far between: here the forward may wait
-                    self.digests.add(r.request_id, r.start, stacked[r.part].cpu(), known.tokens)
+                    self.digests.add(r.request_id, r.start, columns.rows(r.part), known.tokens)
                 if self.writes:
-                    files.append((self.file_of(r, stacked), r))
+                    files.append((self.file_of(r, columns), r))
             except Exception as error:
                 self.fail([r], f"{type(error).__name__}: {error}")
         try:
-            if files and (waited := self.writer.add(files, stacked, ids)):
+            if files and (waited := self.writer.add(files, columns, ids)):
                 self.count(RING_FULL, max(1, round(waited * 1000)))
         except Exception as error:
             self.fail([r for _, r in files], f"{type(error).__name__}: {error}")
@@ -242,36 +245,19 @@ class Capture:
             if file.next_row >= self.lengths[r.request_id].tokens:
                 self.open.pop(r.request_id, None)
 
-    def file_of(self, rows: Rows, stacked: torch.Tensor) -> File:
+    def file_of(self, rows: Rows, states: States) -> File:
         """Return the dump that these rows go on, or a new one. SGLang chunks one prompt at a time, so few are ever open."""
         file = self.open.get(rows.request_id)
         if rows.start == 0:
             if file is not None:  # retracted in the middle of its chunks: it starts again
                 self.writer.give_up(self.open.pop(rows.request_id))
-            if dtype_name(stacked.dtype) != self.meta["dtype"]:
-                raise ValueError(f"states are {dtype_name(stacked.dtype)}, the model is {self.meta['dtype']}")
-            known, layout = self.lengths[rows.request_id], LAYOUTS[self.settings.format]
-            request = layout(rows.request_id, known.tokens, rows.kind, stacked.shape[1], stacked.shape[2], stacked.dtype, self.meta)
-            file = self.open[rows.request_id] = File(request, known.seen)
+            if dtype_name(states.dtype) != self.meta["dtype"]:
+                raise ValueError(f"states are {dtype_name(states.dtype)}, the model is {self.meta['dtype']}")
+            known, kinds = self.lengths[rows.request_id], (len(states.columns), states.hidden_size, self.meta["dtype"])
+            file = self.open[rows.request_id] = File(Begin(rows.request_id, known.tokens, rows.kind, *kinds), known.seen)
         if file is None:
             raise ValueError(f"rows 0..{rows.start - 1} did not run: they came from the radix cache; use --disable-radix-cache")
         return file
-
-    # -- in the threads that write -------------------------------------------------------------------------------
-
-    def put(self, request: Request, rows: Rows, states: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Put [n, K + 1, H] rows in place."""
-        request.put(rows.start, states, token_ids, rows.goes_on)
-
-    def publish(self, request: Request) -> None:
-        """Give a whole dump its name. It is counted just before: whoever sees the file sees the count."""
-        request.seal()
-        self.count("captured")
-        try:
-            request.publish(self.settings.spool)
-        except BaseException:
-            self.count("captured", -1)
-            raise
 
     # -- what the client is told ---------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
-"""A bounded ring of host memory between the model's device and the spool, page-locked when the device is a GPU.
+"""A bounded ring of host memory between the model's device and the process that writes, page-locked when the device is a GPU.
 
-Pieces are taken in order by the forward's thread and given back in any order by the writers; the space of a piece is used again
-once every older piece is back. So the memory never grows, and a writer that falls behind is felt as a wait in `take`. A disk that
-hangs must not hang the model: when no piece comes back for PATIENCE_S, `take` refuses until one does.
+It is a file without a name (memfd), so that both map the same memory. Pieces are taken in order by the forward's thread and given
+back in any order by the writing process; the space of a piece is used again once every older piece is back. So the memory never
+grows, and a writer that falls behind is felt as a wait in `take`. A disk that hangs must not hang the model: when no piece comes
+back for PATIENCE_S, `take` refuses until one does.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -24,11 +26,11 @@ PATIENCE_S = 60.0  # SGLang's own watchdog ends a scheduler that stands still fo
 
 @dataclass
 class Slot:
-    """Bytes start..end of the ring, of use to `users` that will each give it back."""
+    """Bytes start..end of the ring."""
 
     start: int
     end: int
-    users: int = 1
+    back: bool = False
 
 
 def ring_bytes(chunk_tokens: int, token_bytes: int) -> int:
@@ -42,10 +44,12 @@ def ring_bytes(chunk_tokens: int, token_bytes: int) -> int:
 
 
 class Ring:
-    """`nbytes` of host memory. Raises RuntimeError when they cannot be page-locked."""
+    """`nbytes` of host memory, in the open file `fd`. Raises RuntimeError when they cannot be page-locked."""
 
     def __init__(self, nbytes: int, *, pin: bool = False):
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.fd = os.memfd_create("hsnb-ring")
+        os.ftruncate(self.fd, nbytes)
+        self.memory = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
         self.largest = nbytes // 8 // _ALIGN * _ALIGN  # bytes of one piece: several are always on their way
         self._pinned = pin
         if pin:  # not pin_memory=True, which takes the next power of two
@@ -58,8 +62,8 @@ class Ring:
         self._stuck = -1  # what _given was when the patience ended
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int, users: int = 1) -> tuple[Slot, float]:
-        """Return the next `nbytes`, for `users` to give back, and the seconds that were waited for them.
+    def take(self, nbytes: int) -> tuple[Slot, float]:
+        """Return the next `nbytes` and the seconds that were waited for them.
 
         Raises ValueError for more than one piece may have, TimeoutError when the ring is full and nothing comes back.
         """
@@ -76,7 +80,7 @@ class Ring:
                         self._stuck = given
                         raise TimeoutError(f"the ring of {len(self.memory) >> 20} MiB is full and nothing was written for {PATIENCE_S:g} s")
                 waited = time.monotonic() - before
-            slot = Slot(start, start + nbytes, users)
+            slot = Slot(start, start + nbytes)
             self._slots.append(slot)
             self._head = slot.end
         return slot, waited
@@ -93,13 +97,11 @@ class Ring:
         return self._head if nbytes < tail - self._head else None
 
     def give(self, slot: Slot) -> None:
-        """Give a piece back; its space is free when every user has."""
+        """Give a piece back."""
         with self._changed:
-            slot.users -= 1
-            if slot.users:
-                return
+            slot.back = True
             self._given += 1
-            while self._slots and not self._slots[0].users:
+            while self._slots and self._slots[0].back:
                 self._slots.popleft()
             self._changed.notify_all()
 
@@ -112,7 +114,10 @@ class Ring:
         return self.memory[start : start + count].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Unlock the pages."""
+        """Unlock the pages, and let the memory go when nothing maps it any more."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self._pinned = False
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

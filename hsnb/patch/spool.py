@@ -3,11 +3,12 @@
 safetensors: the length is known at the first chunk, so the file is laid out at its full size and each chunk is written where
 it belongs; nothing but the chunk is held in memory. That is why the header is written here and not by the safetensors
 package, which saves whole tensors only; the reader is that package.
+
+The process that writes imports this and no torch (two seconds, 300 MB), unless its layout is pt: rows are numpy bytes here.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
@@ -15,16 +16,20 @@ import shutil
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 import xxhash
+
+if TYPE_CHECKING:
+    import torch
 
 _CHUNKS_ROOM = 2048  # bytes of header for the list of chunks, at least
 _PAGE = 4096  # the tensors begin at a multiple of it, whatever the request's name: a published file's bytes do not depend on that
 _ATTEMPTS = itertools.count()  # a prompt that starts again has another temporary file: the old one may still be on its way out
 _AT_ONCE = 64 << 20  # bytes
 _NUMBERED = threading.Lock()  # one req_N at a time
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # safetensors' name, bytes
 
 
 def file_stem(request_id: str) -> str:
@@ -37,6 +42,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor in host memory as numpy bytes, which this thread copies alone.
+
+    torch's own copy wakes its pool of threads, which then spin for more: it costs ten times the copy (docs/performance.md).
+    """
+    import torch
+
+    return tensor.view(torch.uint8).numpy()
+
+
 @dataclass
 class Request:
     """What is known of a request when its first rows arrive."""
@@ -46,19 +61,24 @@ class Request:
     kind: str  # data | warmup | health
     columns: int  # K + 1
     hidden_size: int
-    dtype: torch.dtype
+    dtype: str  # "bfloat16", ...
     meta: dict[str, str]  # what every dump of this server says of itself
     chunks: list[list[int]] = field(default_factory=list)
     sealed: bool = False
 
-    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
-        """Note that rows start..start+n arrived, of the same chunk as those before when it `goes_on`.
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's states."""
+        return self.columns * self.hidden_size * _DTYPES[self.dtype][1]
+
+    def put(self, start: int, states: np.ndarray, token_ids: np.ndarray, goes_on: bool = False) -> None:
+        """Note that rows start..start+n arrived, uint8 [n, K + 1, bytes of H] and int64 [n]; of the same chunk as those before when it `goes_on`.
 
         Raises ValueError when they are not the next ones, or of another shape.
         """
-        n = token_ids.shape[0]
-        if tuple(states.shape) != (n, self.columns, self.hidden_size) or states.dtype != self.dtype:
-            raise ValueError(f"states are {states.dtype}{list(states.shape)}, expected {self.dtype}[{n},{self.columns},{self.hidden_size}]")
+        n, width = token_ids.shape[0], self.row_bytes // self.columns
+        if states.shape != (n, self.columns, width) or states.dtype != np.uint8 or token_ids.dtype != np.int64:
+            raise ValueError(f"states are {states.dtype}{list(states.shape)}, expected uint8[{n},{self.columns},{width}]")
         if start != self.next_row or start + n > self.num_tokens:
             raise ValueError(f"rows {start}..{start + n - 1} arrived, expected row {self.next_row} of {self.num_tokens} next")
         if goes_on and self.chunks:
@@ -85,22 +105,6 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, without a call of torch's that lets the GIL go: a thread gets it back late."""
-    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
-    held = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-    held.owner = tensor  # the memory lives as long as the view
-    return memoryview(held).cast("B")
-
-
-def bits(tensor: torch.Tensor):
-    """Return a tensor in host memory as numpy bytes, which this thread copies alone.
-
-    torch's own copy wakes its pool of threads, which then spin for more: it costs ten times the copy (docs/performance.md).
-    """
-    return tensor.view(torch.uint8).numpy()
-
-
 class SafetensorsRequest(Request):
     """hidden_states [S, K+1, H] and token_ids int64 [S] in DIR/{hash}.safetensors."""
 
@@ -109,39 +113,38 @@ class SafetensorsRequest(Request):
         self._path = spool / f"{file_stem(self.request_id)}.safetensors"
         self._temporary = spool / f".{self._attempt()}.tmp"
         self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._row = self.columns * self.hidden_size * self.dtype.itemsize
         self._header_size = -(-(8 + len(self._header([])) + _CHUNKS_ROOM) // _PAGE) * _PAGE - 8
         self._ids_at = 8 + self._header_size
         self._states_at = self._ids_at + 8 * self.num_tokens  # int64 first: both stay aligned
         try:
-            os.posix_fallocate(self._fd, 0, self._states_at + self.num_tokens * self._row)
+            os.posix_fallocate(self._fd, 0, self._states_at + self.num_tokens * self.row_bytes)
         except OSError:
             self.discard()
             raise
 
     def _header(self, chunks: list[list[int]]) -> bytes:
-        ids, states = 8 * self.num_tokens, self.num_tokens * self.columns * self.hidden_size * self.dtype.itemsize
+        ids, states = 8 * self.num_tokens, self.num_tokens * self.row_bytes
         tree = {
             "__metadata__": {**self.meta, "request_id": self.request_id, "kind": self.kind, "chunks": json.dumps(chunks)},
             "token_ids": {"dtype": "I64", "shape": [self.num_tokens], "data_offsets": [0, ids]},
             "hidden_states": {
-                "dtype": _DTYPES[self.dtype],
+                "dtype": _DTYPES[self.dtype][0],
                 "shape": [self.num_tokens, self.columns, self.hidden_size],
                 "data_offsets": [ids, ids + states],
             },
         }
         return json.dumps(tree).encode()
 
-    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
+    def put(self, start: int, states: np.ndarray, token_ids: np.ndarray, goes_on: bool = False) -> None:
         super().put(start, states, token_ids, goes_on)
-        ids, rows = _bytes(token_ids if token_ids.dtype == torch.int64 else token_ids.to(torch.int64)), _bytes(states)
+        ids, rows = memoryview(token_ids).cast("B"), memoryview(states.reshape(-1))
         if start == 0 and self.whole and len(rows) <= _AT_ONCE:  # a short prompt: one call of the system for everything
             parts = [self._head(), ids, rows]
             if os.pwritev(self._fd, parts, 0) == sum(map(len, parts)):
                 self.sealed = True
                 return
         _write_all(self._fd, ids, self._ids_at + 8 * start)
-        _write_all(self._fd, rows, self._states_at + start * self._row)
+        _write_all(self._fd, rows, self._states_at + start * self.row_bytes)
 
     def seal(self) -> None:
         """Write the header, if it is not there: everything is, but the name."""
@@ -178,20 +181,24 @@ class PtRequest(Request):
     """
 
     def begin(self, spool: Path) -> None:
+        import torch
+
         self._folder = spool / f".req.{self._attempt()}.tmp"
         self._folder.mkdir(mode=0o700)
-        self._columns = [torch.empty(self.num_tokens, self.hidden_size, dtype=self.dtype) for _ in range(self.columns)]
-        self._ids = torch.empty(self.num_tokens, dtype=torch.int64)
+        self._columns = [torch.empty(self.num_tokens, self.hidden_size, dtype=getattr(torch, self.dtype)) for _ in range(self.columns)]
+        self._ids = np.empty(self.num_tokens, np.int64)
 
-    def put(self, start: int, states: torch.Tensor, token_ids: torch.Tensor, goes_on: bool = False) -> None:
+    def put(self, start: int, states: np.ndarray, token_ids: np.ndarray, goes_on: bool = False) -> None:
         super().put(start, states, token_ids, goes_on)
         rows = slice(start, start + token_ids.shape[0])
         for k, column in enumerate(self._columns):
-            bits(column)[rows] = bits(states)[:, k]
+            bits(column)[rows] = states[:, k]
         self._ids[rows] = token_ids
 
     def seal(self) -> None:
         """Save the tensors."""
+        import torch
+
         names = [f"aux_{k}.pt" for k in range(self.columns - 1)] + ["final.pt"]
         for name, column in zip(names, self._columns, strict=True):
             torch.save(column, self._folder / name)  # a tensor of its own: a view would save its whole storage

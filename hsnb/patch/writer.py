@@ -1,31 +1,41 @@
-"""Carry rows from the device into the spool beside the forward: a copy stream, the ring, and threads that write.
+"""Carry rows from the device to the process that writes them (scribe.py), beside the forward: a copy stream, the ring, messages.
 
-The forward's thread only queues copies: device to ring, on a stream of their own. A thread waits for a piece's copy and writes it
-where it belongs; os.pwrite and posix_fallocate run without the GIL. One thread at a time works at a file, in the order in which
-its pieces were handed over, so a file needs no lock (the kernel would make two writers of one file take turns anyway).
+The forward's thread only queues copies: device to ring, on a stream of their own. One thread waits for each copy and tells the
+writing process of it; another hears what became of the files. So a batch costs the forward's GIL two short wakes, however many
+prompts are in it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from hsnb.patch.armed import ArmedFile
+from hsnb.patch.batch import States
 from hsnb.patch.ring import Ring, Slot
 from hsnb.patch.rows import Rows, cuts
-from hsnb.patch.spool import Request, bits
+from hsnb.patch.scribe import Begin, Failed, Given, GiveUp, Gone, Hello, Part, Piece
+from hsnb.patch.spool import bits
 
 log = logging.getLogger("sglang.hsnb")
 THREADS = "SGLANG_HS_DUMP_THREADS"
-_MOST_THREADS = 4  # docs/performance.md: 8 to 10 GB/s into /dev/shm; each more takes the GIL from the scheduler more often
+_ENDED = "the process that writes dumps ended: the next prompt starts another"
+_MOST_THREADS = 4  # docs/performance.md: 8 to 10 GB/s into /dev/shm
 
 
 def writing_threads() -> int:
@@ -38,221 +48,233 @@ def writing_threads() -> int:
     return int(asked)
 
 
-def side_by_side(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Return K + 1 columns [tokens, H] as one new tensor [tokens, K + 1, H]. Raises ValueError when they differ in shape or dtype."""
-    if len(kinds := {(tuple(c.shape), c.dtype) for c in columns}) > 1:
-        raise ValueError(f"states of different kinds: {sorted(f'{dtype}{list(shape)}' for shape, dtype in kinds)}")
-    if columns[0].device.type != "cpu":
-        return torch.stack(columns, dim=1)
-    tokens, width = columns[0].shape
-    made = torch.empty(tokens, len(columns), width, dtype=columns[0].dtype)
-    for k, column in enumerate(columns):
-        bits(made)[:, k] = bits(column)
-    return made
-
-
-@dataclass(eq=False)
-class Copy:
-    """A piece of a batch in the ring, there once `event` has happened; None: it is (CPU)."""
-
-    slot: Slot
-    event: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Wait until it is there."""
-        if (event := self.event) is not None:  # another thread may have waited meanwhile
-            event.synchronize()
-            self.event = None
-
-
-@dataclass(eq=False)
-class Piece:
-    """Rows of one request on their way: [n, K + 1, H] and int64 [n], views of the ring."""
-
-    rows: Rows
-    states: torch.Tensor
-    token_ids: torch.Tensor
-    copy: Copy
+def start_process(connection: Connection, ring: int, armed: int) -> subprocess.Popen:
+    """Start the process that writes, with three open files: a fresh Python, because CUDA, NCCL and torch's threads survive no fork."""
+    files = (connection.fileno(), ring, armed)
+    return subprocess.Popen([sys.executable, "-m", "hsnb.patch", *map(str, files)], pass_fds=files, stdin=subprocess.DEVNULL)
 
 
 @dataclass(eq=False)
 class File:
-    """One request's dump between its first rows and its publication."""
+    """One request's dump, as the scheduler sees it: it is written elsewhere."""
 
-    request: Request
+    begin: Begin
     seen: Any = None  # its owner's
-    next_row: int = 0  # of what was handed over; the request itself counts what is written
+    next_row: int = 0  # of what was handed over
     given_up: bool = False
-    begun: bool = False
-    over: bool = False  # published, failed or removed: nothing is on the disk under its temporary name
-    todo: deque[Piece | None] = field(default_factory=deque)  # None: remove what was begun
-    queued: bool = False
+    key: int = -1
+    process: _Process | None = None  # with its first rows
+
+
+@dataclass(eq=False)
+class _Process:
+    """One writing process and what it has of ours; all of it is lost when it ends."""
+
+    connection: Connection
+    popen: subprocess.Popen
+    hearing: threading.Thread | None = None
+    pieces: dict[int, Slot] = field(default_factory=dict)
+    files: dict[int, File] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)  # given up, and still there
+    dead: bool = False
 
 
 class Writer:
-    """Write the pieces of many requests; `put`, `publish` and `failed` are called in the threads that write."""
+    """Hand the rows of many requests to the process that writes; `failed` is called in a thread, with a file's failure."""
 
     def __init__(
         self,
         spool: Path,
         ring: Ring,
+        armed: ArmedFile,
         *,
-        put: Callable[[Request, Rows, torch.Tensor, torch.Tensor], None],
-        publish: Callable[[Request], None],
+        layout: str,
+        meta: dict[str, str],
         failed: Callable[[File, str], None],
         threads: int = 0,
     ):
-        self.spool, self.ring = spool, ring
-        self.put, self.publish, self.failed = put, publish, failed
+        self.spool, self.ring, self.armed = spool, ring, armed
+        self.layout, self.meta, self.failed = layout, meta, failed
         self.threads = threads or writing_threads()
-        self._ready: SimpleQueue[File] = SimpleQueue()
+        self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._unfinished = 0  # jobs queued or running
-        self._started = 0
+        self._process: _Process | None = None
+        self._to_send: SimpleQueue[tuple[_Process, torch.cuda.Event | None, NamedTuple]] = SimpleQueue()
+        self._sending = False
         self._stream: torch.cuda.Stream | None = None
 
     # -- the forward's thread ------------------------------------------------------------------------------------
 
     def follow(self, *tensors: torch.Tensor) -> None:
-        """Let the copies wait for what the current stream has queued, and keep `tensors` until they are done. CPU: nothing to do."""
-        if tensors[0].is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(tensors[0].device)
-            self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
+        """Let the copies wait for what the current stream of a GPU has queued, and keep `tensors` until they are done."""
+        self._stream = self._stream or torch.cuda.Stream(tensors[0].device)
+        self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
 
-    def rows_at_once(self, states: torch.Tensor) -> int:
-        """Return how many rows of [n, K + 1, H] a piece holds, with their ids. Raises ValueError when not one fits."""
-        most = (self.ring.largest - 7) // (states[0].numel() * states.element_size() + 8)  # 7: the ids begin at a multiple of 8
+    def rows_at_once(self, row_bytes: int) -> int:
+        """Return how many rows of that size a piece holds, with their ids. Raises ValueError when not one fits."""
+        most = (self.ring.largest - 7) // (row_bytes + 8)  # 7: the ids begin at a multiple of 8
         if most < 1:
-            self.ring.take(states[0].numel() * states.element_size() + 8)  # says how large a ring is needed
+            self.ring.take(row_bytes + 8)  # says how large a ring is needed
         return most
 
-    def add(self, files: list[tuple[File, Rows]], states: torch.Tensor, token_ids: torch.Tensor) -> float:
-        """Queue the copies and the writing of a batch [tokens, K + 1, H] and int64 [tokens], of which `files` want their rows.
+    def add(self, files: list[tuple[File, Rows]], states: States, token_ids: torch.Tensor) -> float:
+        """Queue the copies and the writing of a batch's states and int64 [tokens], of which `files` want their rows.
 
         Return the seconds waited because the ring was full. Raises what kept a piece from being copied: it and those after it
         are not queued.
         """
-        self._start()
+        process = self._living()
         waited, rows = 0.0, [r for _, r in files]
-        for first, end, wanted in cuts(rows, self.rows_at_once(states)):
-            nbytes = (end - first) * states[0].numel() * states.element_size()
-            ids_at = -(-nbytes // 8) * 8
-            slot, seconds = self.ring.take(ids_at + 8 * (end - first), users=len(wanted))
+        for first, end, wanted in cuts(rows, self.rows_at_once(states.row_bytes)):
+            n = end - first
+            ids_at = -(-n * states.row_bytes // 8) * 8
+            slot, seconds = self.ring.take(ids_at + 8 * n)
             waited += seconds
             try:
-                here = self.ring.view(slot, 0, (end - first, *states.shape[1:]), states.dtype)
-                ids = self.ring.view(slot, ids_at, (end - first,), torch.int64)
-                copy = Copy(slot, self._copy(here, states[first:end], ids, token_ids[first:end]))
+                here = self.ring.view(slot, 0, (n, len(states.columns), states.hidden_size), states.dtype)
+                ids = self.ring.view(slot, ids_at, (n,), torch.int64)
+                event = self._copy(here, ids, states, token_ids, slice(first, end))
             except BaseException:
-                for _ in wanted:  # a piece that nobody gives back would fill the ring for good
-                    self.ring.give(slot)
+                self.ring.give(slot)  # a piece that nobody gives back would fill the ring for good
                 raise
-            mine = [rows[k].within(first, end) for k in wanted]
-            lengths = [r.n for r in mine]
-            for k, r, part, own in zip(wanted, mine, here.split(lengths), ids.split(lengths), strict=True):
-                files[k][0].next_row = r.start + r.n
-                self._queue(files[k][0], Piece(r, part, own, copy))
+            with self._changed:
+                if process.dead:
+                    self.ring.give(slot)
+                    raise RuntimeError(_ENDED)
+                parts = []
+                for file, r in ((files[k][0], rows[k].within(first, end)) for k in wanted):
+                    begin, at = self._begin(file, process), r.offset - first
+                    if file.process is process:  # not of one that has ended: its failure is told
+                        places = slot.start + at * states.row_bytes, slot.start + ids_at + 8 * at
+                        parts.append(Part(file.key, r.start, r.n, r.goes_on, *places, begin))
+                    file.next_row = r.start + r.n
+                number = next(self._numbers)
+                process.pieces[number] = slot
+            self._to_send.put((process, event, Piece(number, parts)))
         return waited
 
-    def _copy(self, here: torch.Tensor, states: torch.Tensor, ids: torch.Tensor, token_ids: torch.Tensor) -> torch.cuda.Event | None:
-        if not states.is_cuda:
-            bits(here)[:] = bits(states)
-            bits(ids)[:] = bits(token_ids)
+    def _begin(self, file: File, process: _Process) -> Begin | None:
+        """Return what the process has to know of a file, the first time."""
+        if file.process is not None:
+            return None
+        file.key, file.process = next(self._numbers), process
+        process.files[file.key] = file
+        return file.begin
+
+    def _copy(self, here: torch.Tensor, ids: torch.Tensor, states: States, token_ids: torch.Tensor, part: slice) -> torch.cuda.Event | None:
+        if not states.on_gpu:
+            states.copy_to(here, part)
+            bits(ids)[:] = bits(token_ids[part])
             return None
         with torch.cuda.stream(self._stream):
-            here.copy_(states, non_blocking=True)
-            ids.copy_(token_ids, non_blocking=True)
+            states.copy_to(here, part)
+            ids.copy_(token_ids[part], non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # the thread sleeps: a spinning one would take a core
             event.record()
         return event
 
     def give_up(self, file: File) -> None:
-        """Write nothing more of a file, and remove it as soon as the thread that is at it has finished its piece."""
-        file.given_up = True
-        self._queue(file, None)
+        """Write nothing more of a file, and have what was begun removed."""
+        with self._changed:
+            file.given_up = True
+            if (process := file.process) is None or process.dead:
+                return
+            process.leaving.add(file.key)
+        self._to_send.put((process, None, GiveUp(file.key)))
 
     def settle(self) -> None:
         """Wait until everything that was handed over is written, published or removed."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._unfinished)
+            self._changed.wait_for(lambda: self._process is None or not (self._process.pieces or self._process.leaving))
 
-    def _start(self) -> None:
-        """Start the threads; not earlier than the first rows: a server that captures nothing has no thread of ours.
-
-        Raises RuntimeError when not one can be started.
-        """
-        for n in range(self._started, self.threads):
-            try:
-                threading.Thread(target=self._work, name=f"hsnb-writer-{n}", daemon=True).start()
-            except RuntimeError:  # a limit of the system; fewer write more slowly, and the next rows try again
-                if not self._started:
-                    raise
-                return
-            self._started += 1
-
-    def _queue(self, file: File, piece: Piece | None) -> None:
+    def close(self) -> None:
+        """End the process; what is not published is removed."""
         with self._changed:
-            self._unfinished += 1
-            file.todo.append(piece)
-            if file.queued:
-                return
-            file.queued = True
-        self._ready.put(file)
+            process, self._process = self._process, None
+        if process is not None:
+            with socket.socket(fileno=os.dup(process.connection.fileno())) as there:  # a thread reads from it: closing alone ends nothing
+                there.shutdown(socket.SHUT_RDWR)
+            process.hearing.join()
+            process.connection.close()
+        self.ring.close()
 
-    # -- the threads that write ----------------------------------------------------------------------------------
+    # -- the writing process ---------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while True:
-            file = self._ready.get()
-            piece = file.todo.popleft()
-            try:
-                self._act(file, piece)
-            except Exception:  # of what tells the client; the thread goes on for the others
-                log.exception("hsnb: request %s: its end could not be told", file.request.request_id)
-            finally:
-                if piece is not None:
-                    self.ring.give(piece.copy.slot)
-                with self._changed:
-                    self._unfinished -= 1
-                    file.queued = bool(file.todo)
-                    again = file.queued
-                    if not self._unfinished:
-                        self._changed.notify_all()
-                if again:
-                    self._ready.put(file)
-                del file, piece  # an idle thread keeps nobody's rows
-
-    def _act(self, file: File, piece: Piece | None) -> None:
-        """Write one piece, and publish when it was the last; or remove what was begun."""
-        request = file.request
+    def _living(self) -> _Process:
+        """Return the process; started with the first rows, and again when it has ended. Raises OSError or RuntimeError."""
+        if (process := self._process) is not None and not process.dead:
+            return process
+        if not self._sending:
+            threading.Thread(target=self._send, name="hsnb-sender", daemon=True).start()
+            self._sending = True
+        ours, its = Pipe()
         try:
-            if piece is not None:
-                piece.copy.wait()  # also for one that is not wanted any more: its bytes are still being filled
-            if file.over:
-                return
-            if piece is None or file.given_up:
-                self._remove(file)
-                return
-            if not file.begun:
-                request.begin(self.spool)
-                file.begun = True
-            self.put(request, piece.rows, piece.states, piece.token_ids)
-            if not request.whole:
-                return
-            self.publish(request)
-            file.over = True
-        except Exception as error:
-            log.exception("hsnb: request %s failed", request.request_id)
-            try:
-                self._remove(file)
-            finally:  # told even when the disk does not even take a removal
-                if not file.given_up:  # of one that was given up the reason is told, or it starts again
-                    self.failed(file, f"{type(error).__name__}: {error}")
+            process = _Process(ours, start_process(its, self.ring.fd, self.armed.fd))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            its.close()
+        size = len(self.ring.memory)
+        ours.send(Hello(str(self.spool), self.layout, self.meta, self.threads, size, self.armed.captured_at, os.getpid()))
+        process.hearing = threading.Thread(target=self._hear, args=(process,), name="hsnb-hearer", daemon=True)
+        process.hearing.start()
+        self._process = process
+        return process
 
-    @staticmethod
-    def _remove(file: File) -> None:
-        file.over = True
-        if file.begun:
-            file.request.discard()
+    def _send(self) -> None:
+        """Tell of each piece when its copy is there; a process that has ended is the other thread's to notice."""
+        while True:
+            process, event, message = self._to_send.get()
+            try:
+                if event is not None:
+                    event.synchronize()
+                process.connection.send(message)
+            except Exception as error:  # a copy that failed leaves a piece that no one may read
+                if not isinstance(error, OSError):
+                    log.exception("hsnb: a copy failed")
+                    process.popen.kill()
+            del process, event, message  # an idle thread keeps nobody's rows
+
+    def _hear(self, process: _Process) -> None:
+        """Take what the process says until it ends; then everything it had is lost, and is told so."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._heard(process, process.connection.recv())
+        process.popen.kill()
+        status = process.popen.wait()
+        with self._changed:
+            process.dead = True  # from here on nothing is added
+            lost = list(process.files.values())
+        for path in self.spool.glob(f".*.{process.popen.pid}.*"):
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+        for file in lost:
+            if not file.given_up:
+                self.failed(file, f"RuntimeError: {_ENDED} (its status: {status})")
+        with self._changed:
+            for slot in process.pieces.values():
+                self.ring.give(slot)
+            process.files.clear()
+            process.pieces.clear()
+            process.leaving.clear()
+            self._changed.notify_all()
+
+    def _heard(self, process: _Process, message: Given | Failed | Gone) -> None:
+        if isinstance(message, Failed):
+            with self._changed:
+                file = process.files.pop(message.key, None)
+            if file is not None and not file.given_up:
+                self.failed(file, message.why)
+            return
+        with self._changed:
+            if isinstance(message, Gone):
+                process.leaving.discard(message.key)
+                process.files.pop(message.key, None)
+            else:
+                self.ring.give(process.pieces.pop(message.number))
+                for key in message.ended:
+                    process.files.pop(key, None)
+            self._changed.notify_all()
