@@ -1,14 +1,17 @@
 """Measure what the capture costs: plain prefill against captured, in turns, on one server; and the ceilings of this machine.
 
     python -m benchmarks.speed [--device cuda|cpu] [--out docs] [--turns 9] [--loads long,short,mixed] [--spools memory,disk]
+                               [--outputs memory,disk]
 
-Captured turns end when the last dump has its name in the spool. Results go to speed-results.json, one run for each machine;
+With --outputs a client publishes what is captured meanwhile (verify, checksum, move or copy, enter, free), by the classes of an
+extraction; a turn is timed until the last dump is in the spool and until it is at the output. Results go to speed-results.json, one run for each machine;
 `python -m benchmarks.render_speed` makes the tables of docs/performance.md from it. `--site`: see benchmarks/gpu.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -28,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=9, help="alternations of each load")
     parser.add_argument("--loads", default="long,short,mixed")
     parser.add_argument("--spools", default="memory", help="memory, disk, or both: a server for each")
+    parser.add_argument("--outputs", default="", help="memory, disk, or both, each in turn; default: nobody takes the dumps")
     parser.add_argument("--format", default="safetensors", choices=("safetensors", "pt"))
     parser.add_argument("--label", default="", help="kept apart in the results, e.g. a setting that was tried")
     parser.add_argument("--limit-s", type=float, default=3600, help="no turn begins after this many seconds")
@@ -82,12 +86,16 @@ def run(args: argparse.Namespace) -> int:
     for spool in args.spools.split(","):
         folder = disk / "spool" if spool == "disk" else None
         with Server.start(deployment(device, folder, args.format), log_dir=disk / f"log-{spool}") as server:
-            for name in args.loads.split(","):
-                load = measure(server, LOADS[device][name], args.turns, end)
-                label = name if spool == "memory" else f"{name} {spool}"
+            for output, name in itertools.product(args.outputs.split(","), args.loads.split(",")):
+                place = (output, {"memory": Path("/dev/shm"), "disk": disk}[output]) if output else None
+                load = measure(server, LOADS[device][name], args.turns, end, place)
+                label = name + (" from disk" if spool == "disk" else "") + (f" to {output}" if output else "")
                 whole = whole and load.turns == args.turns
                 keep(label, load)
-                print(f"{key} {label}: {load.model_dump_json()}", flush=True)
+                ratios = (
+                    {of: round(load.median(of), 3) for of in ("rate", "whole", "answered", "cpu_s", "server_cpu")} if load.turns else {}
+                )
+                print(f"{key} {label}: {ratios} {load.model_dump_json()}", flush=True)
     return 0 if whole else 1
 
 

@@ -1,4 +1,4 @@
-"""Send one load to a server, plain and captured in turns, and time it until the last dump is in the spool."""
+"""Send one load to a server, plain and captured in turns, and time it until the last dump is in the spool, and at the output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import psutil
 
 from benchmarks.gpu_probe import prompt_ids
 from benchmarks.gpu_servers import Plan
+from benchmarks.speed_drain import Drain
 from benchmarks.speed_results import Load, Turn
 from hsnb.collect import free
 from hsnb.dumps import list_dumps
@@ -58,20 +59,23 @@ def deployment(device: str, spool: Path | None, layout: str) -> Deployment:
     return made.model_copy(update={"server": server, "capture": made.capture.model_copy(update={"format": layout})})
 
 
-def measure(server, prompts: Prompts, turns: int, end: float) -> Load:
-    """Return `turns` alternations, fewer when the time is out; which of the two comes first alternates as well."""
+def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str, Path] | None = None) -> Load:
+    """Return `turns` alternations, fewer when the time is out; which of the two comes first alternates as well.
+
+    `output`: a name and a folder that a client publishes to meanwhile.
+    """
     first = server.armed[0]
     width = (len(first.boundaries) + 1) * first.hidden_size * (4 if first.dtype == "float32" else 2)
     ids = [prompt_ids(n, VOCAB, seed=1000 + i) for i, n in enumerate(prompts.lengths * prompts.times)]
     found: dict[str, list[Turn]] = {"plain": [], "hsnb-bench": []}
     for kind in found:  # warming up
-        one_turn(server, ids, prompts.together, kind)
+        one_turn(server, ids, prompts.together, kind, output and output[1])
     before, memory = _counts(server), _memory(server)
     for n in range(turns):
         if time.monotonic() > end:
             break
         for kind in found if n % 2 == 0 else reversed(found):
-            found[kind].append(one_turn(server, ids, prompts.together, kind))
+            found[kind].append(one_turn(server, ids, prompts.together, kind, output and output[1]))
     return Load(
         prompts=prompts.words,
         token_bytes=width,
@@ -79,19 +83,23 @@ def measure(server, prompts: Prompts, turns: int, end: float) -> Load:
         captured=found["hsnb-bench"],
         ring_full_ms=_counts(server).get("ring_full_ms", 0) - before.get("ring_full_ms", 0),
         memory_growth_mib=round((_memory(server) - memory) / 2**20, 1),
+        output=output[0] if output else "",
     )
 
 
-def one_turn(server, ids: list[list[int]], together: int, kind: str, **more) -> Turn:
+def one_turn(server, ids: list[list[int]], together: int, kind: str, output: Path | None = None, **more) -> Turn:
     """Send every prompt once, with `more` in each request. Raises RuntimeError when a prompt was not captured."""
     from concurrent.futures import ThreadPoolExecutor
 
     rids = [f"{kind}-{uuid.uuid4().hex}" for _ in ids]
     parts = [slice(i, i + together) for i in range(0, len(ids), together)]
-    counts, cpu, sampling = _counts(server), _cpu(server), {"max_new_tokens": 1, "temperature": 0.0}
+    drain = Drain(server, output, rids, ids) if output and kind == "hsnb-bench" else None
+    counts, cpu, own, sampling = _counts(server), _cpu(server), time.process_time(), {"max_new_tokens": 1, "temperature": 0.0}
     wanted = counts.get("captured", 0) + (len(ids) if kind == "hsnb-bench" else 0)
     with server.client() as client, ThreadPoolExecutor(len(parts)) as pool:
         began = time.perf_counter()
+        if drain:
+            drain.start()
         asked = [
             pool.submit(client.request, "POST", "/generate", {"rid": rids[p], "input_ids": ids[p], "sampling_params": sampling, **more})
             for p in parts
@@ -103,22 +111,40 @@ def one_turn(server, ids: list[list[int]], together: int, kind: str, **more) -> 
             if now.get("failed", 0) > counts.get("failed", 0):
                 raise RuntimeError(f"not captured: {read_armed(server.spool)[0].failures[-1]}")
             time.sleep(0.002)
-        published = time.perf_counter() - began
-    spent = _cpu(server) - cpu
+        published, drained = time.perf_counter() - began, None
+        if drain:
+            drain.finish()
+            drained = round(time.perf_counter() - began, 5)
+    spent, own = [round(after - before, 3) for before, after in zip(cpu, _cpu(server), strict=True)], time.process_time() - own
+    if drain:
+        drain.close()
     for path in list_dumps(server.spool):
         free(path)
-    tokens = sum(map(len, ids))
-    return Turn(tokens=tokens, answered_s=round(answered, 5), published_s=round(published, 5), cpu_s=round(spent, 3))
+    return Turn(
+        tokens=sum(map(len, ids)),
+        answered_s=round(answered, 5),
+        published_s=round(published, 5),
+        cpu_s=spent[0],
+        writer_cpu_s=spent[1],
+        client_cpu_s=round(own, 3) if drain else 0.0,
+        drained_s=drained,
+    )
 
 
 def _counts(server) -> dict[str, int]:
     return read_armed(server.spool)[0].counts
 
 
-def _cpu(server) -> float:
-    """Return the CPU seconds of every scheduler so far, in ticks of 10 ms: of all its threads, the writing ones too."""
-    return sum(sum(psutil.Process(a.pid).cpu_times()[:2]) for a in server.armed)
+def _cpu(server) -> tuple[float, float]:
+    """Return the CPU seconds so far of the schedulers and of the writing processes, in ticks of 10 ms."""
+    return tuple(sum(sum(p.cpu_times()[:2]) for p in some) for some in processes(server))
 
 
 def _memory(server) -> int:
-    return sum(psutil.Process(a.pid).memory_info().rss for a in server.armed)
+    return sum(p.memory_info().rss for some in processes(server) for p in some)
+
+
+def processes(server) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """Return the schedulers, and their writing processes."""
+    schedulers = [psutil.Process(a.pid) for a in server.armed]
+    return schedulers, [p for s in schedulers for p in s.children() if p.cmdline()[1:3] == ["-m", "hsnb.patch"]]

@@ -12,17 +12,28 @@ FILE = "speed-results.json"
 
 
 class Turn(Strict):
-    """One load sent once: seconds until the last answer, and until the last dump has its name (the same for a plain turn)."""
+    """One load sent once: seconds until the last answer, until the last dump has its name in the spool, and until the client has published it.
+
+    A plain turn ends with its last answer.
+    """
 
     tokens: int
     answered_s: float
     published_s: float
-    cpu_s: float  # of the schedulers, their writing threads included
+    cpu_s: float  # of the schedulers; up to writing processes of their own (2026-11-30) their writing threads included
+    writer_cpu_s: float = 0.0  # of the writing process
+    client_cpu_s: float = 0.0  # of the client that publishes
+    drained_s: float | None = None  # None: there was no such client
 
     @property
     def rate(self) -> float:
         """Tokens a second until everything is published."""
         return self.tokens / self.published_s
+
+    @property
+    def whole(self) -> float:
+        """Tokens a second until everything is at the output, or in the spool where no client takes it from there."""
+        return self.tokens / (self.drained_s or self.published_s)
 
 
 class Load(Strict):
@@ -33,7 +44,8 @@ class Load(Strict):
     plain: list[Turn]
     captured: list[Turn]
     ring_full_ms: int  # that the forward waited, in all captured turns
-    memory_growth_mib: float  # of the schedulers, from before the first captured turn to after the last
+    memory_growth_mib: float  # of the schedulers and the writing process, from before the first captured turn to after the last
+    output: str = ""  # where the client published to: memory or disk; "": there was none
 
     @property
     def turns(self) -> int:
@@ -41,8 +53,17 @@ class Load(Strict):
         return len(self.captured)
 
     def ratios(self, of: str = "rate") -> list[float]:
-        """Return captured / plain of each alternation: tokens a second (`rate`), or CPU seconds a token (`cpu_s`)."""
-        value = {"rate": lambda t: t.rate, "answered": lambda t: t.tokens / t.answered_s, "cpu_s": lambda t: t.cpu_s / t.tokens}[of]
+        """Return captured / plain of each alternation: tokens a second, or CPU seconds a token.
+
+        `rate`: into the spool. `whole`: to the output. `answered`: the answers alone. `cpu_s`: the schedulers. `server_cpu`: and the writing process.
+        """
+        value = {
+            "rate": lambda t: t.rate,
+            "whole": lambda t: t.whole,
+            "answered": lambda t: t.tokens / t.answered_s,
+            "cpu_s": lambda t: t.cpu_s / t.tokens,
+            "server_cpu": lambda t: (t.cpu_s + t.writer_cpu_s) / t.tokens,
+        }[of]
         return [value(c) / value(p) for p, c in zip(self.plain, self.captured, strict=True)]
 
     def median(self, of: str = "rate") -> float:
