@@ -128,14 +128,14 @@ def one_turn(capture: Capture, tokens: int, prompts: int, kind: str) -> Turn:
         forward_mode=SimpleNamespace(name="EXTEND", is_extend=lambda: True),
         input_ids=torch.arange(tokens * prompts) % 500,
     )
-    before = capture.armed.armed.counts.get("captured", 0)
+    before = capture.armed.captured.number
     cpu, began = time.process_time(), time.perf_counter()
     capture.note_lengths(reqs)
     capture(batch.input_ids, torch.arange(tokens)[None], batch)
     answered = time.perf_counter() - began
     capture.writer.settle()
     published, spent = time.perf_counter() - began, time.process_time() - cpu
-    if capture.armed.armed.counts.get("captured", 0) - before != (prompts if kind == "hsnb" else 0):
+    if capture.armed.captured.number - before != (prompts if kind == "hsnb" else 0):
         raise RuntimeError(f"not captured: {capture.armed.armed.failures}")
     for path in capture.settings.spool.glob("*.safetensors"):
         path.unlink()

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from pathlib import Path
 
 import psutil
@@ -25,10 +24,7 @@ import torch
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
 from benchmarks.grow_results import FILE, Client, Grow, Length
-from benchmarks.others import COLUMNS, META, WIDTH, Hsnb
-from hsnb.patch.rows import Rows
-from hsnb.patch.spool import SafetensorsRequest
-from hsnb.patch.writer import File, side_by_side
+from benchmarks.others import COLUMNS, WIDTH, Hsnb
 
 CHUNK = 2048  # rows
 LENGTHS = (128, 512, 2048, 8192, 16384)
@@ -58,34 +54,33 @@ def writer(turns: int) -> list[Length]:
     """Return CPU seconds and memory for each length of prompt, the lengths in turns."""
     folder = Path(tempfile.mkdtemp(prefix="hsnb-grow-", dir="/dev/shm"))
     columns = [torch.randn(CHUNK, WIDTH).to(torch.bfloat16) for _ in range(COLUMNS)]
-    hsnb, me = Hsnb(folder), psutil.Process()
+    hsnb = Hsnb(folder)
     found = {n: Length(tokens=n, seconds=[], cpu_s=[], memory_mib=[]) for n in LENGTHS}
     try:
         for turn in range(turns + 1):  # the first one fills the ring
             for tokens in LENGTHS:
-                cpu, began = time.process_time(), time.perf_counter()
+                cpu, began = hsnb.cpu_s(), time.perf_counter()
                 for _ in range(TOKENS // tokens):
                     one_prompt(hsnb, columns, tokens)
                     hsnb.writer.settle()
-                    for path in folder.iterdir():
+                    for path in folder.glob("*.safetensors"):
                         path.unlink()
                 if turn:
                     found[tokens].seconds.append((time.perf_counter() - began) / TOKENS)
-                    found[tokens].cpu_s.append((time.process_time() - cpu) / TOKENS)
-                    found[tokens].memory_mib.append(me.memory_info().rss / 2**20)
+                    found[tokens].cpu_s.append((hsnb.cpu_s() - cpu) / TOKENS)
+                    found[tokens].memory_mib.append(sum(p.memory_full_info().pss for p in (psutil.Process(), hsnb.process())) / 2**20)
     finally:
+        hsnb.writer.close()
         shutil.rmtree(folder)
     return list(found.values())
 
 
 def one_prompt(hsnb: Hsnb, columns: list[torch.Tensor], tokens: int) -> None:
     """Hand a prompt's chunks to the writer."""
-    rid = uuid.uuid4().hex
-    file = File(SafetensorsRequest(rid, tokens, "data", COLUMNS, WIDTH, torch.bfloat16, META))
+    file = hsnb.file(tokens)
     for start in range(0, tokens, CHUNK):
         n = min(CHUNK, tokens - start)
-        ids = torch.arange(start, start + n)
-        hsnb.writer.add([(file, Rows(rid, 0, start, n, "data"))], side_by_side([c[:n] for c in columns]), ids)
+        hsnb.add(file, start, n, [c[:n] for c in columns], torch.arange(start, start + n))
 
 
 def client(count: int) -> Client:

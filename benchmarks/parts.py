@@ -27,8 +27,8 @@ from benchmarks.others import META
 from benchmarks.parts_results import FILE, Parts
 from hsnb.checks import row_faults
 from hsnb.patch.armed import Armed, ArmedFile
-from hsnb.patch.spool import SafetensorsRequest
-from hsnb.patch.writer import bits, side_by_side
+from hsnb.patch.batch import States
+from hsnb.patch.spool import SafetensorsRequest, bits
 from hsnb.trainers.place import file_digest
 
 Part = tuple[str, str, float, Callable[[], object]]  # name, unit, what one unit is of, work
@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 def capture(memory: Path, disk: Path) -> Iterator[Part]:
     """Yield what the capture does with a batch of four prompts of 128 tokens of SmolLM2 in float32, twenty times over."""
     columns, ring, times = [torch.randn(512, 576) for _ in range(4)], torch.empty(512, 4, 576), 20
-    ids, unit, per = torch.arange(128), "us a token", 512 * times / 1e6
+    states, rows = States(columns), bits(ring)[:128]
+    ids, unit, per = torch.arange(128).numpy(), "us a token", 512 * times / 1e6
     armed = ArmedFile(memory, Armed(state="armed"))
 
     def by_torch() -> None:
@@ -72,13 +73,13 @@ def capture(memory: Path, disk: Path) -> Iterator[Part]:
 
     def by_numpy() -> None:
         for _ in range(times):
-            bits(ring)[:] = bits(side_by_side(columns))
+            states.copy_to(ring, slice(0, 512))
 
     def files() -> None:
         for n in range(4 * times):
-            request = SafetensorsRequest(f"hsnb-{n}", 128, "data", 4, 576, torch.float32, META)
+            request = SafetensorsRequest(f"hsnb-{n}", 128, "data", 4, 576, "float32", META)
             request.begin(memory)
-            request.put(0, ring[:128], ids)
+            request.put(0, rows, ids)
             armed.count("captured")
             request.publish(memory)
         for path in memory.glob("*.safetensors"):

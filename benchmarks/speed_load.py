@@ -141,7 +141,7 @@ def _cpu(server) -> tuple[float, float]:
 
 
 def _memory(server) -> int:
-    return sum(p.memory_info().rss for some in processes(server) for p in some)
+    return sum(p.memory_full_info().pss for some in processes(server) for p in some)  # the ring once, though two processes map it
 
 
 def processes(server) -> tuple[list[psutil.Process], list[psutil.Process]]:

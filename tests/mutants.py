@@ -1,7 +1,7 @@
 """The capture with one protection switched off, by name, inside a real server. For tests only: production code has no such switch.
 
 A server that is started with `environment(folder)` finds a sitecustomize.py there, which lets this module change the methods of
-hsnb.patch.capture.Capture when a scheduler imports it. Which mutant acts is read from a file at each call, so that one server
+Capture when a scheduler imports it, and of Scribe in the process that writes. Which mutant acts is read from a file at each call, so that one server
 serves them all, and is sane while the file is empty. Only the standard library is imported at the top: every process of the
 server runs this.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SWITCH = "HSNB_TEST_MUTANT_FILE"
-TARGET = "hsnb.patch.capture"
+TARGETS = {"hsnb.patch.capture": "Capture", "hsnb.patch.scribe": "Scribe"}
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -44,15 +44,16 @@ def install() -> None:
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != TARGET:
+        if name not in TARGETS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module
 
         def then_change(module):
             run(module)
-            for method in {mutant.method for mutant in MUTANTS.values()}:
-                _wrap(module.Capture, method)
+            changed = getattr(module, TARGETS[name])
+            for method in {mutant.method for mutant in MUTANTS.values()} & set(vars(changed)):
+                _wrap(changed, method)
 
         spec.loader.exec_module = then_change
         return spec
@@ -73,7 +74,7 @@ def _wrap(cls, method: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """`act(sane, self, ...)` stands in for a method of Capture; `removes` says which protection is gone."""
+    """`act(sane, self, ...)` stands in for a method of Capture or Scribe; `removes` says which protection is gone."""
 
     method: str
     removes: str
@@ -182,48 +183,53 @@ def _one_short(sane, self, reqs):
         self.lengths[req.rid] = known._replace(tokens=known.tokens - 1)
 
 
-# -- which place in the file: Capture.put(request, rows, states [n, K + 1, H], token_ids [n])
+# -- which place in the file: Scribe.put(request, part)
 
 
-def _lost(sane, self, request, rows, states, token_ids):
-    if rows.start == 64:  # noted as come, and never written
+def _lost(sane, self, request, part):
+    if part.start == 64:  # noted as come, and never written
         from hsnb.patch.spool import Request
 
-        return Request.put(request, rows.start, states, token_ids)
-    return sane(self, request, rows, states, token_ids)
+        states, ids = _rows(self, request, part)
+        return Request.put(request, part.start, states, ids)
+    return sane(self, request, part)
 
 
-def _twice(sane, self, request, rows, states, token_ids):
-    sane(self, request, rows, states, token_ids)
-    if rows.start == 64:
-        from hsnb.patch.spool import _bytes, _write_all
+def _twice(sane, self, request, part):
+    sane(self, request, part)
+    if part.start == 64:
+        from hsnb.patch.spool import _write_all
 
-        _write_all(request._fd, _bytes(states), request._states_at)  # over row 0 onwards, too
-
-
-def _by_reference(sane, self, request, rows, states, token_ids):
-    """Keep views of one buffer until the prompt is whole, as a capture without a copy would."""
-    if not hasattr(self, "kept"):
-        self.kept, self.buffer = {}, states.new_empty(4096, *states.shape[1:])
-    view = self.buffer[: rows.n]
-    view.copy_(states)
-    kept = self.kept.setdefault(rows.request_id, [])
-    kept.append((request, rows, view, token_ids.clone()))
-    if rows.start + rows.n >= self.lengths[rows.request_id].tokens:
-        for part in self.kept.pop(rows.request_id):
-            sane(self, *part)
+        states, _ = _rows(self, request, part)
+        _write_all(request._fd, memoryview(states.reshape(-1)), request._states_at)  # over row 0 onwards, too
 
 
-def _too_soon(sane, self, request, rows, states, token_ids):
+def _by_reference(sane, self, request, part):
+    """Keep views of one place until the prompt is whole, as a capture without a copy would."""
+    self.kept = getattr(self, "kept", {})
+    self.kept.setdefault(part.key, []).append(part)
+    if part.start + part.n >= request.num_tokens:
+        for earlier in self.kept.pop(part.key):
+            sane(self, request, earlier._replace(states_at=part.states_at))  # all of them where the last rows are
+
+
+def _too_soon(sane, self, request, part):
     """Show a file under its name while its rows are still coming."""
-    sane(self, request, rows, states, token_ids)
-    if rows.start == 0 and not request.whole:
+    sane(self, request, part)
+    if part.start == 0 and not request.whole:
         from hsnb.patch.spool import _write_all
 
         header = request._header([[0, request.num_tokens]])
         size = request._header_size
         _write_all(request._fd, memoryview(size.to_bytes(8, "little") + header.ljust(size)), 0)
         shutil.copyfile(request._temporary, request._path)
+
+
+def _rows(self, request, part):
+    import numpy as np
+
+    states = self.view(part.states_at, part.n * request.row_bytes).reshape(part.n, request.columns, -1)
+    return states, self.view(part.ids_at, 8 * part.n).view(np.int64)
 
 
 def _kept_for_ever(sane, self, live):

@@ -56,13 +56,16 @@ def test_a_full_spool_and_a_limit_on_file_sizes(engine, engine_starts, mounted, 
         assert [p.name for p in mounted.iterdir() if p.name.endswith(".tmp")] == []
         assert read_armed(mounted)[0].counts["failed"] == 1
 
-        scheduler = psutil.Process(server.armed[0].pid)
-        before = scheduler.rlimit(psutil.RLIMIT_FSIZE)
-        scheduler.rlimit(psutil.RLIMIT_FSIZE, (60_000, before[1]))
+        (writing,) = (p for p in psutil.Process(server.armed[0].pid).children() if p.cmdline()[1:3] == ["-m", "hsnb.patch"])
+        before = writing.rlimit(psutil.RLIMIT_FSIZE)
+        writing.rlimit(psutil.RLIMIT_FSIZE, (60_000, before[1]))
         ask(server, 100, "hsnb-test-limit")
-        scheduler.rlimit(psutil.RLIMIT_FSIZE, before)
         with pytest.raises(CaptureError, match=r"\[Errno 27\] File too large"):
             collect(mounted, "hsnb-test-limit")
+        writing.rlimit(psutil.RLIMIT_FSIZE, before)
+        writing.kill()
+        psutil.wait_procs([writing])
+        assert take(server, prompt_ids(40, 500)).num_tokens == 40  # another one goes on
         assert take(server, prompt_ids(30, 500)).num_tokens == 30
         assert server.running()
         assert extract.SPOOL_SHARE <= 0.5  # what an extraction keeps in flight leaves room for half-made files
