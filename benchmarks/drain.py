@@ -113,6 +113,7 @@ def one_turn(dumps: Dumps, spool_root: Path, output_root: Path, threads: int) ->
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(publish, range(dumps.count)))
             seconds, spent = time.perf_counter() - began, time.process_time() - cpu
+            publisher.close()
             committer.close()
             if len(ledger.done()) != dumps.count or any(spool.glob("*.safetensors")):
                 raise RuntimeError("not every dump was published and freed")

@@ -95,7 +95,7 @@ def grow_tables(found: grow_results.Grow) -> str:
         names = (
             "samples",
             "a second",
-            "seconds of the second thousand",
+            "CPU seconds of the second thousand",
             "of the last",
             "memory after the second thousand, MiB",
             "at the end",

@@ -68,14 +68,19 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
     width = (len(first.boundaries) + 1) * first.hidden_size * (4 if first.dtype == "float32" else 2)
     ids = [prompt_ids(n, VOCAB, seed=1000 + i) for i, n in enumerate(prompts.lengths * prompts.times)]
     found: dict[str, list[Turn]] = {"plain": [], "hsnb-bench": []}
-    for kind in found:  # warming up
-        one_turn(server, ids, prompts.together, kind, output and output[1])
-    before, memory = _counts(server), _memory(server)
-    for n in range(turns):
-        if time.monotonic() > end:
-            break
-        for kind in found if n % 2 == 0 else reversed(found):
-            found[kind].append(one_turn(server, ids, prompts.together, kind, output and output[1]))
+    drain = Drain(server, output[1]) if output else None
+    try:
+        for kind in found:  # warming up
+            one_turn(server, ids, prompts.together, kind, drain)
+        before, memory = _counts(server), _memory(server)
+        for n in range(turns):
+            if time.monotonic() > end:
+                break
+            for kind in found if n % 2 == 0 else reversed(found):
+                found[kind].append(one_turn(server, ids, prompts.together, kind, drain))
+    finally:
+        if drain:
+            drain.close()
     return Load(
         prompts=prompts.words,
         token_bytes=width,
@@ -87,14 +92,16 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
     )
 
 
-def one_turn(server, ids: list[list[int]], together: int, kind: str, output: Path | None = None, **more) -> Turn:
+def one_turn(server, ids: list[list[int]], together: int, kind: str, drain: Drain | None = None, **more) -> Turn:
     """Send every prompt once, with `more` in each request. Raises RuntimeError when a prompt was not captured."""
     from concurrent.futures import ThreadPoolExecutor
 
     rids = [f"{kind}-{uuid.uuid4().hex}" for _ in ids]
     parts = [slice(i, i + together) for i in range(0, len(ids), together)]
-    drain = Drain(server, output, rids, ids) if output and kind == "hsnb-bench" else None
-    counts, cpu, own, sampling = _counts(server), _cpu(server), time.process_time(), {"max_new_tokens": 1, "temperature": 0.0}
+    drain = drain if kind == "hsnb-bench" else None
+    if drain:
+        drain.begin(rids, ids)
+    counts, cpu, own, sampling = _counts(server), _cpu(server), drain.cpu_s() if drain else 0.0, {"max_new_tokens": 1, "temperature": 0.0}
     wanted = counts.get("captured", 0) + (len(ids) if kind == "hsnb-bench" else 0)
     with server.client() as client, ThreadPoolExecutor(len(parts)) as pool:
         began = time.perf_counter()
@@ -115,9 +122,10 @@ def one_turn(server, ids: list[list[int]], together: int, kind: str, output: Pat
         if drain:
             drain.finish()
             drained = round(time.perf_counter() - began, 5)
-    spent, own = [round(after - before, 3) for before, after in zip(cpu, _cpu(server), strict=True)], time.process_time() - own
+    spent = [round(after - before, 3) for before, after in zip(cpu, _cpu(server), strict=True)]
     if drain:
-        drain.close()
+        own = drain.cpu_s() - own
+        drain.clear()
     for path in list_dumps(server.spool):
         free(path)
     return Turn(

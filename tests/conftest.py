@@ -116,3 +116,9 @@ def engine(tmp_path_factory, engine_starts):
     get.stop = stop
     yield get
     stop()
+
+
+@pytest.fixture(autouse=True)
+def staging_in_threads(monkeypatch):
+    """Stage in threads on every machine, as on one with few cores: tests that break a disk do so in this process."""
+    monkeypatch.setattr("hsnb.extract.staging.CORES", 1 << 20)

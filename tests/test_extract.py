@@ -379,6 +379,6 @@ def test_twenty_thousand_samples_take_the_same_time_each_and_no_more_memory():
     assert (found["ok"], found["samples"]) == (True, 20_000)
     early, late = median(found["seconds"][1:8]), median(found["seconds"][-7:])
     more = found["memory"][-1] - found["memory"][4]
-    print(f"{found['rate']:,.0f} samples/s; a thousand: {early:.2f} s early, {late:.2f} s late; {more / 2**20:.1f} MiB more")
+    print(f"{found['rate']:,.0f} samples/s; CPU time of a thousand: {early:.2f} s early, {late:.2f} s late; {more / 2**20:.1f} MiB more")
     assert late < 1.5 * early + 0.1
     assert more < 15 * 2**20  # the safetensors package (0.8) keeps some 30 bytes of each tensor that it reads, 0.4 KiB a sample in all

@@ -4,6 +4,7 @@ job.py     one shard on one or more servers, from what is owed to the result
 work.py    the samples that are owed: what any server's worker pulls from
 worker.py  one server: requests in flight, dumps verified and published; it sees a lost server and starts it again
 flow.py    how much may be in flight, and how long the disks last
+staging.py dumps verified and staged, in threads or in processes of their own
 output.py  files staged, moved to their names and entered, in this order; the only module that calls a trainer's layout
 canary.py  one fixed prompt, compared with the first time it was asked
 faults.py  what went wrong: the sample, the server or the disk; a server that hangs; its restart

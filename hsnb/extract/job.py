@@ -82,6 +82,7 @@ class Job:
         end = time.monotonic() + STOP_S
         for worker in self.workers:
             worker.join(max(0.1, end - time.monotonic()))
+        self.publisher.close()
         self.committer.close()
 
     def token_ids(self, row: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Verify a sample's dump and publish it, with patience for a full disk and a few tries at one that fails."""
+"""Publish a sample's dump, verified and staged (staging.py), with patience for a full disk and a few tries at one that fails."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import stamina
 import torch
 import xxhash
 
-from hsnb.checks import Asked, dump_checks, require
-from hsnb.dumps import open_dump
+from hsnb.checks import Asked
 from hsnb.errors import ExtractError
 from hsnb.extract.faults import DISK_TRIES, DiskFull, disk_full, disk_trouble
 from hsnb.extract.flow import Disk, hours
 from hsnb.extract.output import Committer, Output
+from hsnb.extract.staging import Stagers, Task
 from hsnb.ledger import Entry
 
 LOOK_S = 0.2
@@ -35,6 +35,7 @@ class Publisher:
     def __init__(self, output: Output, committer: Committer, loss_mask: Callable, disk: Disk, patience_s: float, stopping: threading.Event):
         self.output, self.committer, self.loss_mask, self.disk = output, committer, loss_mask, disk
         self.patience_s, self.stopping = patience_s, stopping
+        self.stagers = Stagers(output)
 
     def publish(
         self, server, row: int, rid: str, path: Path, token_ids: torch.Tensor, attempt: int, since: float, pause: Callable[[str], None]
@@ -44,15 +45,14 @@ class Publisher:
         Raises DumpError for a dump that is not what was asked for, ExtractError when the output fails.
         """
         armed = server.armed[0]
-        dump = open_dump(path)
         asked = Asked(token_ids, tuple(armed.boundaries), armed.final, armed.hidden_size, armed.dtype)
-        require(dump_checks(dump, asked), f"row {row}", "run the shard again; if it stays, probe the server with hsnb probe")
+        task = Task(row, path, asked, self.loss_mask(row))
         try:
             for trial in stamina.retry_context(on=self._again, attempts=DISK_TRIES, timeout=None, wait_initial=0.5, wait_jitter=0):
                 with trial:
-                    file, size, checksum = self._with_room(pause, self.output.stage, row, dump, self.loss_mask(row))
+                    staged = self._with_room(pause, self.stagers.stage, task)
                     entry = Entry(
-                        row, rid, ids_hash(token_ids), len(token_ids), file, size, checksum, json.dumps(list(dump.boundaries)), self.output.layout.final,
+                        row, rid, ids_hash(token_ids), len(token_ids), *staged, json.dumps(list(armed.boundaries)), self.output.layout.final,
                         self.output.dtype, attempt, round(time.monotonic() - since, 3), server.url, now(),
                     )  # fmt: skip
                     self._with_room(pause, self.committer.commit, entry)
@@ -66,6 +66,10 @@ class Publisher:
         if self.output.uploader is not None:
             self.output.uploader.add(entry)
         return entry
+
+    def close(self) -> None:
+        """End what the threads had beside them."""
+        self.stagers.close()
 
     def _again(self, error: Exception) -> bool:
         return disk_trouble(error) and not isinstance(error, DiskFull) and not self.stopping.is_set()

@@ -25,6 +25,8 @@ class Rows:
 
     def within(self, first: int, end: int) -> Rows:
         """Return those of the rows that lie between rows `first` and `end` of the batch."""
+        if first <= self.offset and self.offset + self.n <= end:
+            return self
         a, b = max(self.offset, first), min(self.offset + self.n, end)
         return replace(self, offset=a, start=self.start + a - self.offset, n=b - a, goes_on=a > self.offset)
 

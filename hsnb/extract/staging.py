@@ -1,0 +1,144 @@
+"""Verify a dump and stage it: in the thread that asks, or, where there are cores for it, in a process of that thread's own.
+
+Threads of one process take turns at Python's lock between all the reading, checking and hashing: eight of them did less than two
+cores' work on short prompts (docs/performance.md). A process costs 300 MB and two seconds, so machines with few cores have threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hsnb.checks import Asked, dump_checks, require
+from hsnb.dumps import open_dump
+from hsnb.errors import DumpError
+from hsnb.extract.output import Output
+
+CORES = 8  # with so many processes pay
+_PR_SET_PDEATHSIG = 1  # of Linux
+
+
+class Task(NamedTuple):
+    """The dump at `path`, what it must be, and the mask int64 [S] for a layout that keeps it in the sample's file."""
+
+    row: int
+    path: Path
+    asked: Asked
+    loss_mask: torch.Tensor | None
+
+
+class Staged(NamedTuple):
+    """The staged file, with its xxh3-128."""
+
+    file: str
+    bytes: int
+    checksum: str
+
+
+def stage(output: Output, task: Task) -> Staged:
+    """Verify a dump in the engine's dtype and stage it. Raises DumpError for one that was not asked for, ExtractError for a bad output."""
+    dump = open_dump(task.path)
+    require(dump_checks(dump, task.asked), f"row {task.row}", "run the shard again; if it stays, probe the server with hsnb probe")
+    return Staged(*output.stage(task.row, dump, task.loss_mask))
+
+
+class Stagers:
+    """Stage for many threads. `processes`: each thread in a process of its own; None: where the machine has the cores."""
+
+    def __init__(self, output: Output, processes: bool | None = None):
+        self.output = output
+        self.processes = len(os.sched_getaffinity(0)) >= CORES if processes is None else processes
+        self._own = threading.local()
+        self._all: list[_Process] = []
+
+    def stage(self, task: Task) -> Staged:
+        """Raises as `stage`, and DumpError when the process ended: the next dump has another."""
+        if not self.processes:
+            return stage(self.output, task)
+        process = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = _Process(self.output)
+            self._all.append(process)
+        try:
+            return process.ask(task)
+        except EOFError:
+            del self._own.process
+            raise DumpError(
+                got=f"row {task.row}: the process that verified its dump ended with status {process.close()}",
+                expected="a dump verified and staged",
+                likely="it was killed, or the machine has no memory left",
+                next="the sample is asked for again",
+            ) from None
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._all:
+            self._all.pop().close()
+
+
+class _Process:
+    """One process that stages; it ends with its thread."""
+
+    def __init__(self, output: Output):
+        self._connection, its = Pipe()
+        code = "from hsnb.extract.staging import main; main()"
+        command = [sys.executable, "-c", code, str(its.fileno()), str(os.getpid())]
+        self._popen = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+        its.close()
+        self._connection.send((output.folder, output.staging.name, output.layout.name))
+
+    def ask(self, task: Task) -> Staged:
+        """Have a task done. Raises what it raised, and EOFError when the process ended."""
+        try:
+            self._connection.send_bytes(pickle.dumps(task))
+            done, cause = pickle.loads(self._connection.recv_bytes())
+        except OSError as error:
+            raise EOFError from error
+        if isinstance(done, BaseException):
+            raise done from cause  # what a full disk is known by
+        return done
+
+    def close(self) -> int:
+        """End the process and return its status."""
+        self._connection.close()
+        self._popen.kill()
+        return self._popen.wait()
+
+
+def main() -> None:
+    """Stage what the thread at the other end asks for, until it is gone."""
+    connection, client = Connection(int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a notebook that is interrupted: the client finishes what it has begun
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a client that is killed leaves nobody who writes
+    if os.getppid() != client:
+        return
+    torch.set_num_threads(1)
+    folder, name, layout = connection.recv()
+    output = Output(folder, name, layout)
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = stage(output, task), None
+        except Exception as error:
+            answer = error, error.__cause__
+        connection.send_bytes(_pickled(answer))
+
+
+def _pickled(answer: tuple) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception:  # an error of a kind that cannot travel
+        return pickle.dumps((RuntimeError(f"{type(answer[0]).__name__}: {answer[0]}"), None))
