@@ -13,6 +13,7 @@ from hsnb.errors import DumpError
 
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # the bits of infinity; NaN is above
 _BLOCK = 1 << 18  # bytes
+Faults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # bool [S, columns] each: not finite, zero, constant
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Asked:
 
 def dump_checks(dump: Dump, asked: Asked) -> list[Check]:
     """Compare a dump with what was asked: labels, rows, width, dtype, bytes, token echo, and rows that cannot be states."""
+    return [*label_checks(dump, asked), *row_checks(dump, row_faults(dump.states()))]
+
+
+def label_checks(dump: Dump, asked: Asked) -> list[Check]:
+    """Those of the checks that need no state."""
     checks = [
         _equal("boundaries", dump.describe(dump.boundaries), str(list(asked.boundaries)), "whether the tensor is the one the label says"),
         _equal("final state", dump.final, asked.final, "whether the norm was really applied"),
@@ -67,43 +73,67 @@ def dump_checks(dump: Dump, asked: Asked) -> list[Check]:
     checks.append(
         Check("token echo", "equal" if same else "other ids", "the ids that were sent", same, "states of another request under these ids")
     )
-    return [*checks, *row_checks(dump)]
+    return checks
 
 
-def row_checks(dump: Dump) -> Iterable[Check]:
-    """Count rows that no forward pass gives: NaN or infinite, all zero, constant over the width."""
-    states = dump.states()
+def row_checks(dump: Dump, faults: Faults) -> Iterable[Check]:
+    """Count rows that no forward pass gives: NaN or infinite, all zero, constant over the width; as row_faults found them."""
     names = [*(f"B_{b}" for b in dump.boundaries), "final"] if not isinstance(dump.boundaries, str) else list(map(str, range(dump.columns)))
-    for what, bad in zip(("finite rows", "rows not zero", "rows not constant"), row_faults(states), strict=True):
+    for what, bad in zip(("finite rows", "rows not zero", "rows not constant"), faults, strict=True):
         where = bad.nonzero()
         value = f"{len(where)} bad" if not len(where) else f"{len(where)} bad, first: row {int(where[0, 0])} of {names[int(where[0, 1])]}"
         yield Check(what, value, "0 bad", not len(where), "plausible states of another place")
 
 
-def row_faults(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return which rows of [S, columns, H] are not finite, zero, or constant and neither: bool [S, columns] each.
-
-    By numpy and in blocks that stay in a core's cache: this is done to every byte that is extracted, by several threads, and
-    torch's own threads and its slow minimum of 16-bit floats cost three times as much (docs/performance.md).
-    """
+def row_faults(states: torch.Tensor) -> Faults:
+    """Return which rows of [S, columns, H] are not finite, zero, or constant and neither: bool [S, columns] each."""
     if states.dtype not in _EXPONENTS:
         low, high = states.amin(-1), states.amax(-1)  # NaN is passed on
         wild = ~(torch.isfinite(low) & torch.isfinite(high))
         return wild, (low == 0) & (high == 0), (low == high) & (low != 0) & ~wild
-    bits, infinite = states.view(torch.int32 if states.itemsize == 4 else torch.int16).numpy(), _EXPONENTS[states.dtype]
-    unsigned = bits.view(f"u{states.itemsize}")
-    rows, columns, width = bits.shape
-    least, most, most_negative = (np.empty((rows, columns), a.dtype) for a in (bits, bits, unsigned))
-    step = max(1, _BLOCK // max(1, columns * width * states.itemsize))
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        bits[part].min(-1, out=least[part])
-        bits[part].max(-1, out=most[part])  # of the positive numbers the largest, where there are any
-        unsigned[part].max(-1, out=most_negative[part])  # of the negative ones the largest, likewise: their sign is the first bit
-    sign = 1 << (8 * states.itemsize - 1)
-    wild = (most >= infinite) | (most_negative >= sign + infinite)
-    zero = (most <= 0) & (most_negative <= sign)  # 0 and -0
-    return tuple(torch.from_numpy(a) for a in (wild, zero, (least == most) & ~zero & ~wild))
+    look = RowLook(*states.shape, states.dtype)
+    look.add(states.contiguous().view(torch.int32 if states.itemsize == 4 else torch.int16).numpy())
+    return look.faults()
+
+
+class RowLook:
+    """Look at the rows of [S, columns, H] as they come, for `row_faults`; `dtype`: bfloat16, float16 or float32.
+
+    By numpy and in blocks that stay in a core's cache: this is done to every byte that is extracted, by several threads, and
+    torch's own threads and its slow minimum of 16-bit floats cost three times as much (docs/performance.md).
+    """
+
+    def __init__(self, rows: int, columns: int, width: int, dtype: torch.dtype):
+        self.columns, self.width, self.dtype = columns, width, dtype
+        self._signed = np.dtype(f"i{dtype.itemsize}")
+        self._unsigned = np.dtype(f"u{dtype.itemsize}")
+        self._least, self._most = (np.empty((rows, columns), self._signed) for _ in range(2))
+        self._most_negative = np.empty((rows, columns), self._unsigned)
+        self._seen = 0
+        self.row_bytes = columns * width * dtype.itemsize
+
+    def add(self, data) -> None:
+        """Look at the next whole rows: their bytes, or an array of them."""
+        bits = np.frombuffer(data, self._signed).reshape(-1, self.columns, self.width)
+        unsigned, step = bits.view(self._unsigned), max(1, _BLOCK // max(1, self.row_bytes))
+        for first in range(0, len(bits), step):
+            part = slice(first, first + step)
+            there = slice(self._seen + first, self._seen + min(first + step, len(bits)))
+            bits[part].min(-1, out=self._least[there])
+            bits[part].max(-1, out=self._most[there])  # of the positive numbers the largest, where there are any
+            unsigned[part].max(
+                -1, out=self._most_negative[there]
+            )  # of the negative ones the largest, likewise: their sign is the first bit
+        self._seen += len(bits)
+
+    def faults(self) -> Faults:
+        """Return what row_faults does. Raises ValueError when there are rows to come."""
+        if self._seen != len(self._least):
+            raise ValueError(f"{self._seen} of {len(self._least)} rows were looked at")
+        infinite, sign = _EXPONENTS[self.dtype], 1 << (8 * self.dtype.itemsize - 1)
+        wild = (self._most >= infinite) | (self._most_negative >= sign + infinite)
+        zero = (self._most <= 0) & (self._most_negative <= sign)  # 0 and -0
+        return tuple(torch.from_numpy(a) for a in (wild, zero, (self._least == self._most) & ~zero & ~wild))
 
 
 def require(checks: list[Check], what: str, next: str) -> None:

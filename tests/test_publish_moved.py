@@ -11,8 +11,11 @@ import torch
 import xxhash
 from safetensors import safe_open
 
+from hsnb.checks import Asked, RowLook, row_faults
 from hsnb.dumps import open_dump
 from hsnb.errors import DumpError, ExtractError
+from hsnb.extract.output import Output
+from hsnb.extract.staging import Task, stage
 from hsnb.patch.spool import SafetensorsRequest, bits, dtype_name
 from hsnb.trainers import layout, place
 
@@ -77,7 +80,7 @@ def test_one_that_is_to_be_rounded_or_normed_is_written_anew(tmp_path):
     assert torch.equal(open_dump(file).states(), states.to(torch.bfloat16)) and path.exists()
 
 
-@pytest.mark.parametrize("step", ["relabel", "sync", "rename", "folder"])
+@pytest.mark.parametrize("step", ["relabel", "sync", "rename"])
 def test_what_fails_on_the_way_puts_the_dump_back_and_the_next_try_is_whole(tmp_path, monkeypatch, step):
     """The extraction tries again while its disk is full or troubled."""
     path, states = dumped(tmp_path / "spool")
@@ -96,7 +99,6 @@ def test_what_fails_on_the_way_puts_the_dump_back_and_the_next_try_is_whole(tmp_
         "relabel": ("hsnb.trainers.speculators", "relabel"),
         "sync": ("hsnb.trainers.layout", "synced_checksum"),
         "rename": ("os", "replace"),
-        "folder": ("hsnb.trainers.layout", "sync_folder"),
     }[step]
     monkeypatch.setattr(sys.modules[module], name, failing(getattr(sys.modules[module], name)))
     with pytest.raises(ExtractError, match="Input/output error"):
@@ -130,3 +132,38 @@ def test_on_two_real_file_systems(tmp_path):
         assert (size, checksum) == (file.stat().st_size, xxhash.xxh3_128_hexdigest(file.read_bytes()))
     finally:
         shutil.rmtree(memory)
+
+
+@pytest.mark.parametrize(("bad", "word"), [(float("nan"), "finite rows"), (0.0, "rows not zero"), (3.0, "rows not constant")])
+@pytest.mark.parametrize("row", [0, 17, 18, 36])
+def test_a_row_that_cannot_be_a_state_is_found_while_the_file_is_read_back_and_the_dump_is_put_back(tmp_path, monkeypatch, bad, word, row):
+    """The block is made small, so that rows lie in many of them."""
+    monkeypatch.setattr(place, "_BLOCK", 5 * 4 * 48 * 2)
+    path, _ = dumped(tmp_path / "spool")
+    dump = open_dump(path)
+    assert dump.num_tokens == 37
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size - dump.nbytes + (row * 4 + 2) * 48 * 2)
+        file.write(torch.full((48,), bad, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes())
+    before, out = path.read_bytes(), Output(tmp_path / "out", "shard-0000-of-0001", "speculators")
+    out.begin([7])
+    task = Task(7, path, Asked(torch.arange(37), (2, 15, 27), "pre", 48, "bfloat16"), None)
+    with pytest.raises(DumpError, match=f"row 7: {word} is 1 bad, first: row {row} of B_27"):
+        stage(out, task)
+    assert path.read_bytes()[4096:] == before[4096:] and [p for p in out.staging.rglob("*") if p.is_file()] == []
+
+
+def test_rows_in_blocks_are_looked_at_as_rows_at_once(tmp_path, monkeypatch):
+    states = torch.randn(41, 3, 16).to(torch.bfloat16)
+    states[5, 1], states[20, 0, 3], states[40, 2] = 0, float("inf"), 1.5
+    whole = row_faults(states)
+    for rows in (1, 4, 41):
+        look = RowLook(41, 3, 16, torch.bfloat16)
+        data = states.view(torch.int16).numpy().tobytes()
+        for at in range(0, len(data), rows * look.row_bytes):
+            look.add(data[at : at + rows * look.row_bytes])
+        assert all(torch.equal(a, b) for a, b in zip(look.faults(), whole, strict=True))
+    with pytest.raises(ValueError, match="40 of 41 rows"):
+        short = RowLook(41, 3, 16, torch.bfloat16)
+        short.add(data[: 40 * look.row_bytes])
+        short.faults()

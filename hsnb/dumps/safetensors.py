@@ -7,6 +7,7 @@ hsnb.vllm labels as final "none" (K columns), and with it B_L is the final state
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -64,8 +65,8 @@ class SafetensorsDump(Dump):
             return file.get_tensor("hidden_states")
 
 
-def relabel(path: Path, meta: dict[str, str]) -> None:
-    """Give a file of hidden_states and token_ids other metadata in place; the tensors stay where they are.
+def relabel(path: Path, meta: dict[str, str]) -> int:
+    """Give a file of hidden_states and token_ids other metadata in place, and return where the states begin; they are its end.
 
     Raises DumpError when it holds anything else, or has no room for it.
     """
@@ -74,7 +75,11 @@ def relabel(path: Path, meta: dict[str, str]) -> None:
         tree = json.loads(file.read(size))
         if tree.keys() != {"__metadata__", "hidden_states", "token_ids"}:
             raise unreadable(path, f"entries {sorted(tree)}, expected hidden_states and token_ids with their metadata")
+        first, end = tree["hidden_states"]["data_offsets"]
+        if 8 + size + end != os.fstat(file.fileno()).st_size:
+            raise unreadable(path, f"states that end at byte {8 + size + end:,}, expected the file's end")
         _put_header(file, path, {**tree, "__metadata__": meta}, size)
+        return 8 + size + first
 
 
 def sort_header(path: Path) -> None:

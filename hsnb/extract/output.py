@@ -11,12 +11,13 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
+from hsnb.checks import Faults
 from hsnb.dumps import Dump
 from hsnb.ledger import FOLDER, Entry, Ledger
 from hsnb.params import Deployment
@@ -59,13 +60,13 @@ class Output:
         for row in rows:
             set_aside(self.folder, self.layout.sample_file(row))
 
-    def stage(self, row: int, dump: Dump, loss_mask: torch.Tensor | None) -> tuple[str, int, str]:
-        """Write a verified dump to the staging folder, fsynced. Return (file, bytes, xxh3-128 of the file).
+    def stage(self, row: int, dump: Dump, loss_mask: torch.Tensor | None, judge: Callable[[Faults], None]) -> tuple[str, int, str]:
+        """Write a dump to the staging folder, fsynced. Return (file, bytes, xxh3-128 of the file).
 
-        `loss_mask`: int64 [S], for a layout that keeps it in the sample's file.
+        `loss_mask`: int64 [S], for a layout that keeps it in the sample's file. `judge` raises for rows that cannot be states.
         """
         dump.metadata = {**dump.metadata, "request_id": f"row-{row}"}  # the file names the sample, not the try: same bytes each time
-        return self.layout.publish(self.staging, row, dump, loss_mask)
+        return self.layout.publish(self.staging, row, dump, loss_mask, judge)
 
     def move(self, entries: Sequence[Entry]) -> None:
         """Move staged files to their names and make the moves durable."""

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from hsnb.boundaries import from_boundaries, model_family
+from hsnb.checks import Faults, RowLook, row_faults
 from hsnb.dumps import Dump
 from hsnb.dumps.memory import MemoryDump
 from hsnb.errors import DumpError, ExtractError, HsnbError, ModelError, ParamsError
@@ -161,15 +162,19 @@ class Layout(ABC):
                 if path.name.split(".")[1] in stems:
                     path.unlink(missing_ok=True)
 
-    def publish(self, folder: Path, row: int, dump: Dump, loss_mask: torch.Tensor | None = None) -> tuple[str, int, str]:
-        """Write a verified dump as this layout's file. Return (file, bytes, xxh3-128 of the file).
+    def publish(
+        self, folder: Path, row: int, dump: Dump, loss_mask: torch.Tensor | None = None, judge: Callable[[Faults], None] = lambda _: None
+    ) -> tuple[str, int, str]:
+        """Write a dump as this layout's file. Return (file, bytes, xxh3-128 of the file). The staging's own: the rename is not made durable.
 
-        `loss_mask` [S] is asked for where the layout keeps it in the file. Raises ExtractError when the file system does not
-        take it, ModelError when the final is to be normed and the dump's model is not to be found.
+        `loss_mask` [S] is asked for where the layout keeps it in the file. `judge` is told which rows cannot be states (checks.row_faults)
+        before the file has its name; what it raises is passed on, with the dump in its place. Raises ExtractError when the file
+        system does not take it, ModelError when the final is to be normed and the dump's model is not to be found.
         """
-        meta = sample_meta(dump)
-        made = Row(row, dump.token_ids, loss_mask, dump.states(), tuple(dump.boundaries), dump.final, meta["model"], meta)
-        return self.write(folder, made)
+        meta, states = sample_meta(dump), dump.states()
+        judge(row_faults(states))
+        made = Row(row, dump.token_ids, loss_mask, states, tuple(dump.boundaries), dump.final, meta["model"], meta)
+        return self.write(folder, made, sync=False)
 
     def write(self, folder: Path, row: Row, *, check: bool = False, sync: bool = True) -> tuple[str, int, str]:
         """Write one row: temporary name, fsync, (with `check`) read back and compared bit for bit, rename. Raises as `publish`.
@@ -199,8 +204,11 @@ class Layout(ABC):
         check: Callable[[Path], None] | None = None,
         undo: Callable[[Path, Path], None] = lambda *_: None,
         sync: bool = True,
+        look: Callable[[], tuple[RowLook, int]] | None = None,
     ) -> tuple[str, int, str]:
         """Have `fill` make a file of about `nbytes` under a temporary name, make it durable, `check` it, and give it its name.
+
+        `look()`: what is to see the states while the file is read back, and where they begin.
 
         Return (file, bytes, xxh3-128 of the file). What fails is raised as `publish` says, `undo` called with the temporary name and the real one.
         """
@@ -209,7 +217,7 @@ class Layout(ABC):
         try:
             fill(temporary)
             temporary.chmod(0o644)  # a dump is private; the trainer may be another user's
-            size, checksum = synced_checksum(temporary)
+            size, checksum = synced_checksum(temporary, *(look() if look else ()))
             if check:
                 check(temporary)
             os.replace(temporary, path)

@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 import xxhash
 
+from hsnb.checks import RowLook
+
 _BLOCK = 1 << 20  # bytes: stays in a core's cache between the reading and the hashing
 
 
@@ -31,18 +33,35 @@ def file_digest(path: Path) -> str:
         return _digest(handle)
 
 
-def synced_checksum(path: Path) -> tuple[int, str]:
-    """Make a written file durable and return its bytes and their xxh3-128, read back from it."""
+def synced_checksum(path: Path, look: RowLook | None = None, states_at: int = 0) -> tuple[int, str]:
+    """Make a written file durable and return its bytes and their xxh3-128, read back from it.
+
+    `look` is shown the states on the way, which lie from `states_at` to the end: they are read once.
+    """
     with open(path, "rb", buffering=0) as handle:
         os.fsync(handle.fileno())
-        return os.fstat(handle.fileno()).st_size, _digest(handle)
+        return os.fstat(handle.fileno()).st_size, _digest(handle, look, states_at)
 
 
-def _digest(handle: BinaryIO) -> str:
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
-    while n := handle.readinto(block):
-        digest.update(block[:n])
+def _digest(handle: BinaryIO, look: RowLook | None = None, states_at: int = 0) -> str:
+    digest = xxhash.xxh3_128()
+    if look is not None:
+        digest.update(_read(handle, memoryview(bytearray(states_at))))
+    rows = max(1, _BLOCK // look.row_bytes) if look is not None else 0
+    block = memoryview(bytearray(rows * look.row_bytes if rows else _BLOCK))
+    while data := _read(handle, block):
+        digest.update(data)
+        if look is not None:
+            look.add(data)
     return digest.hexdigest()
+
+
+def _read(handle: BinaryIO, block: memoryview) -> memoryview:
+    """Fill the block, unless the file ends: one call of the system may bring less."""
+    have = 0
+    while have < len(block) and (n := handle.readinto(block[have:])):
+        have += n
+    return block[:have]
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from hsnb.checks import Faults, RowLook
 from hsnb.dumps import UNKNOWN, Dump, open_dump
 from hsnb.dumps.dump import unreadable
 from hsnb.dumps.safetensors import SafetensorsDump, relabel, sort_header
@@ -100,26 +101,33 @@ class SpeculatorsLayout(Layout):
     def sample_file(self, row: int) -> str:
         return _file(row)
 
-    def publish(self, folder: Path, row: int, dump: Dump, loss_mask: torch.Tensor | None = None) -> tuple[str, int, str]:
+    def publish(
+        self, folder: Path, row: int, dump: Dump, loss_mask: torch.Tensor | None = None, judge: Callable[[Faults], None] = lambda _: None
+    ) -> tuple[str, int, str]:
         """Take the dump itself where it holds what the file is to hold: moved where it lies on the same file system, else copied.
 
         Either way the bytes are the same. Raises as the writing does; the dump is back in its place then.
         """
         if not isinstance(dump, SafetensorsDump) or (dump.dtype, dump.final) != (self.DTYPE, self.final):
-            return super().publish(folder, row, dump, loss_mask)
-        moved = False
+            return super().publish(folder, row, dump, loss_mask, judge)
+        moved, states_at, rows = False, 0, RowLook(dump.num_tokens, dump.columns, dump.hidden_size, dump.dtype)
 
         def fill(path: Path) -> None:
-            nonlocal moved
+            nonlocal moved, states_at
             moved = move(dump.path, path)
-            relabel(path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
+            states_at = relabel(path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
 
         def undo(*paths: Path) -> None:
             for path in paths:
                 if moved and path.exists():
                     os.replace(path, dump.path)
 
-        return self.put(folder, self.sample_file(row), dump.nbytes, fill, undo=undo)
+        def check(_: Path) -> None:
+            judge(rows.faults())
+
+        return self.put(
+            folder, self.sample_file(row), dump.nbytes, fill, undo=undo, sync=False, look=lambda: (rows, states_at), check=check
+        )
 
     @staticmethod
     def meta(about: dict[str, str], boundaries: tuple[int, ...], final: str) -> dict[str, str]:
