@@ -119,7 +119,7 @@ def measure(capture: Capture, tokens: int, prompts: int, turns: int) -> Load:
 
 def one_turn(capture: Capture, tokens: int, prompts: int, kind: str) -> Turn:
     """Run one batch. Raises RuntimeError when a prompt was not captured."""
-    reqs = [_Req(f"{kind}-{uuid.uuid4().hex}", tokens) for _ in range(prompts)]
+    reqs = [Req(f"{kind}-{uuid.uuid4().hex}", tokens) for _ in range(prompts)]
     batch = SimpleNamespace(
         rids=[r.rid for r in reqs],
         batch_size=prompts,
@@ -142,7 +142,7 @@ def one_turn(capture: Capture, tokens: int, prompts: int, kind: str) -> Turn:
     return Turn(tokens=tokens * prompts, answered_s=answered, published_s=published, cpu_s=spent)
 
 
-class _Req:
+class Req:
     """What the capture reads of SGLang's request."""
 
     def __init__(self, rid: str, tokens: int):

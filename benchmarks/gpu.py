@@ -64,7 +64,7 @@ def steps(plan) -> dict[str, tuple[str, Callable]]:
     """Return {name: (title, step)} in the order in which they run: those of one server together, the speed last."""
     from benchmarks import gpu_checks as checks
     from benchmarks.gpu_drafter import drafter
-    from benchmarks.gpu_speed import speed
+    from benchmarks.gpu_speed import TITLE, speed
 
     one = plan.gpus == 1
     given = {
@@ -84,7 +84,7 @@ def steps(plan) -> dict[str, tuple[str, Callable]]:
             for d in plan.llama_dtypes[1:]
         },
         "chunks": ("In chunks and in one piece", checks.chunked),
-        "speed": ("Prefill with and without capture", speed),
+        "speed": (TITLE, speed),
         "drafter": ("EAGLE-3 drafters, trained on states taken here and served here", drafter if one else None),
     }
     return {name: (title, step) for name, (title, step) in given.items() if step}

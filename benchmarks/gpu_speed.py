@@ -1,60 +1,83 @@
-"""Prefill with and without capture on one server, in turns: requests that are captured, and requests that are not."""
+"""Prefill with capture, drained by a client that verifies and publishes, against plain prefill: in turns, on a server that runs alone."""
 
 from __future__ import annotations
 
-import shutil
 import statistics
+import tempfile
 import time
-import uuid
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from benchmarks.gpu_checks import Context, Found
-from benchmarks.gpu_probe import clear, prompt_ids
-from benchmarks.gpu_results import figure
-from hsnb.demo.random_deepseek import VOCAB_SIZE
-from hsnb.dumps import list_dumps
+from benchmarks.gpu_results import Figure, figure
+from benchmarks.speed_ceilings import DISK, disk_ceiling
+from benchmarks.speed_load import LOADS, measure
+from benchmarks.speed_results import Load
 
-ROUNDS = 3
+TURNS = 9
+SHARE_OF_PLAIN = {"long": 0.95, "short": 0.90}  # what the project asks of itself
+SHARE_OF_DISK = 0.9
+TITLE = "Prefill captured and published, against plain"
 
 
 def speed(ctx: Context) -> Found:
-    """Measure tokens a second of many prompts at once, three times each way, on a server that runs alone."""
-    plan, server = ctx.plan, ctx.fleet.get("deepseek wide")
+    """Measure long and short prompts published in memory, and long ones onto the disk."""
+    server = ctx.fleet.get("deepseek wide")
     ctx.fleet.stop_all(but=("deepseek wide",))
-    first = server.armed[0]
-    row = (len(first.boundaries) + 1) * first.hidden_size * (4 if first.dtype == "float32" else 2)
-    free = shutil.disk_usage(server.spool).free
-    prompts = max(1, min(plan.bench_prompts, int(free * 0.6) // (row * plan.bench_tokens)))
-    ids = [prompt_ids(plan.bench_tokens, VOCAB_SIZE, seed=1000 + n) for n in range(prompts)]
-    rates: dict[str, list[float]] = {"plain": [], "hsnb-bench": []}
-    sizes = []
-    with server.client() as client, ThreadPoolExecutor(prompts) as pool:
-        for turn in range(ROUNDS + 1):  # the first is for warming up
-            for kind, seen in rates.items():
-                clear(server.spool)
-                before = time.perf_counter()
-                for reply in [pool.submit(client.generate, p, rid=f"{kind}-{uuid.uuid4().hex}") for p in ids]:
-                    reply.result()
-                seconds = time.perf_counter() - before
-                if turn:
-                    seen.append(prompts * plan.bench_tokens / seconds)
-                if turn and kind == "hsnb-bench":
-                    sizes.append(sum(p.stat().st_size for p in list_dumps(server.spool)))
-    clear(server.spool)
-    plain, captured = (statistics.median(v) for v in rates.values())
-    states = prompts * plan.bench_tokens * row
-    what = f"{prompts} prompts of {plan.bench_tokens:,} tokens at once"
-    figures = [figure("GPUs", plan.gpus, "GPUs")]
-    for name, values in (("without capture", rates["plain"]), ("captured", rates["hsnb-bench"])):
-        figures.append(figure(f"prefill {name}, median", statistics.median(values), "tokens/s", n=ROUNDS, note=what))
-        figures.append(figure(f"prefill {name}, slowest", min(values), "tokens/s", n=ROUNDS))
-        figures.append(figure(f"prefill {name}, fastest", max(values), "tokens/s", n=ROUNDS))
-    return [
-        *figures,
-        figure("captured against without capture", captured / plain, "ratio", n=ROUNDS, note="a rough one: three turns each"),
-        figure("states written", captured * row / 1e9, "GB/s", n=ROUNDS, note="into the spool in memory; 1 GB = 1e9 bytes"),
-        figure("states of one token, computed", row, "bytes"),
-        figure("states of one turn, computed", states, "bytes"),
-        figure("files of one turn beyond states and ids, largest", max(sizes) - states - 8 * prompts * plan.bench_tokens, "bytes",
-               "at most", 8192 * prompts, n=len(sizes)),
-    ], []  # fmt: skip
+    memory, disk = Path("/dev/shm"), Path(tempfile.mkdtemp(prefix="hsnb-speed-"))
+    ceilings, loads = {DISK: disk_ceiling(disk)}, {}
+    for name, prompts, output in (("long", "long", memory), ("short", "short", memory), ("long", "long", disk)):
+        where = "memory" if output == memory else "disk"
+        kind = LOADS[ctx.plan.device][prompts]
+        loads[f"{name} to {where}"] = measure(server, kind, TURNS, time.monotonic() + 600, (where, output))
+        ctx.tell(figures(loads, ceilings), [])
+    return figures(loads, ceilings), []
+
+
+def figures(loads: dict[str, Load], ceilings: dict[str, float]) -> list[Figure]:
+    """Return long.ratio, short.ratio and disk.ratio, each with what it is made of."""
+    found = []
+    for name, bar in SHARE_OF_PLAIN.items():
+        if load := loads.get(f"{name} to memory"):
+            plain, captured = (statistics.median(t.whole for t in turns) for turns in (load.plain, load.captured))
+            found += [
+                figure(
+                    f"{name}.ratio",
+                    load.median("whole"),
+                    "captured / plain",
+                    "at least",
+                    bar,
+                    load.turns,
+                    note=_spread(load.ratios("whole")),
+                ),
+                figure(f"{name}: plain", plain, "tokens/s", n=load.turns, note=load.prompts),
+                figure(
+                    f"{name}: captured, verified, published and freed",
+                    captured,
+                    "tokens/s",
+                    n=load.turns,
+                    note="spool and output in memory",
+                ),
+                figure(f"{name}: cores of the client", load.client_cores(), "cores for each GB/s", "at most", 1.0, load.turns),
+                figure(f"{name}: memory grown, scheduler and writing process", load.memory_growth_mib, "MiB", n=load.turns),
+            ]
+    if (load := loads.get("long to disk")) and (ceiling := ceilings.get(DISK)):
+        speeds = load.speeds()
+        note = f"{_spread([s / ceiling for s in speeds])}; until the last file is synced, from the first request on"
+        found += [
+            figure(
+                "disk.ratio",
+                statistics.median(speeds) / ceiling,
+                "of the disk's own speed",
+                "at least",
+                SHARE_OF_DISK,
+                load.turns,
+                note=note,
+            ),
+            figure("disk: published", statistics.median(speeds), "GB/s", n=load.turns, note="spool in memory, output on the disk"),
+            figure("disk: its own speed, 4 threads, synced", ceiling, "GB/s"),
+        ]
+    return found
+
+
+def _spread(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"

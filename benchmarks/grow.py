@@ -1,10 +1,10 @@
 """Measure what a token and a sample cost as the work grows: the server's writer by length of prompt, the client by number of samples.
 
-    python -m benchmarks.grow [--out docs] [--parts writer,client] [--counts 1000,10000]
+    python -m benchmarks.grow [--out docs] [--parts writer,client,server] [--counts 1000,10000]
 
 writer: hsnb's writer as the capture drives it, in chunks of 2,048 rows of Kimi's width (57,344 bytes a token), into /dev/shm; no
 engine. client: whole extractions, ledger and files, from a stub of the server that answers at once with real dumps of 6 tokens;
-each count in a process of its own. Results go to grow-results.json; `python -m benchmarks.render_speed` makes the tables.
+each count in a process of its own. server: 10,000 captured requests to a real SGLang on this CPU, the tiny DeepSeek. Results go to grow-results.json; `python -m benchmarks.render_speed` makes the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
-from benchmarks.grow_results import FILE, Client, Grow, Length
+from benchmarks.grow_results import FILE, Client, Grow, Length, Requests
 from benchmarks.others import COLUMNS, WIDTH, Hsnb
 
 CHUNK = 2048  # rows
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the arguments, measure, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grow", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help=f"folder of {FILE} (default: docs/)")
-    parser.add_argument("--parts", default="writer,client")
+    parser.add_argument("--parts", default="writer,client,server")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--counts", default="1000,10000", help="samples of the client's runs")
     args = parser.parse_args(argv)
@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
         found.write(args.out / FILE)
     for count in map(int, args.counts.split(",") if "client" in args.parts else ()):
         found = found.model_copy(update={"client": {**found.client, count: client(count)}})
+        found.write(args.out / FILE)
+    if "server" in args.parts:
+        found = found.model_copy(update={"server": server()})
         found.write(args.out / FILE)
     print(found.model_dump_json())
     return 0
@@ -81,6 +84,31 @@ def one_prompt(hsnb: Hsnb, columns: list[torch.Tensor], tokens: int) -> None:
     for start in range(0, tokens, CHUNK):
         n = min(CHUNK, tokens - start)
         hsnb.add(file, start, n, [c[:n] for c in columns], torch.arange(start, start + n))
+
+
+def server(thousands: int = 10) -> Requests:
+    """Send ten thousand captured prompts to a real server and note its memory after each thousand."""
+    from benchmarks.gpu_probe import prompt_ids
+    from benchmarks.speed_load import VOCAB, memory, one_turn
+    from hsnb.params import Deployment
+    from hsnb.server import Server
+
+    tree = {
+        "name": "grow",
+        "model": "demo:tiny-deepseek",
+        "server": {"device": "cpu", "dtype": "float32"},
+        "capture": {"boundaries": [2, 4, 6]},
+    }
+    ids = [prompt_ids(4 + n % 5, VOCAB, seed=n) for n in range(1000)]
+    seconds = []
+    with tempfile.TemporaryDirectory(prefix="hsnb-grow-") as folder:
+        with Server.start(Deployment.parse(tree, origin="benchmarks/grow.py"), log_dir=Path(folder)) as started:
+            one_turn(started, ids[:8], 8, "hsnb-bench")  # the writing process is there from now on
+            held = [memory(started)]
+            for _ in range(thousands):
+                seconds.append(one_turn(started, ids, 64, "hsnb-bench").published_s)
+                held.append(memory(started))
+    return Requests(work="1,000 prompts of 4 to 8 tokens, 64 in a request", seconds=seconds, memory_mib=[m / 2**20 for m in held])
 
 
 def client(count: int) -> Client:

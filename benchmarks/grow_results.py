@@ -26,6 +26,14 @@ class Client(Strict):
     memory_mib: list[float]
 
 
+class Requests(Strict):
+    """A real server: seconds of each thousand requests, and memory before the first and after each, of scheduler and writing process."""
+
+    work: str
+    seconds: list[float]
+    memory_mib: list[float]
+
+
 class Grow(ResultsFile):
     """The whole file; `client` by number of samples."""
 
@@ -33,3 +41,4 @@ class Grow(ResultsFile):
     versions: dict[str, str] = Field(default_factory=dict)
     writer: list[Length] = Field(default_factory=list)
     client: dict[int, Client] = Field(default_factory=dict)
+    server: Requests | None = None

@@ -1,20 +1,25 @@
 """Measure hsnb beside the other ways of getting states out: same machine, same work, in turns.
 
-    python -m benchmarks.others [--out docs] [--parts saving,sglang,pt] [--turns 9]
+    python -m benchmarks.others [--out docs] [--parts saving,sglang,pt,vllm] [--turns 9]
 
 saving: the same states (Kimi's width, bfloat16) from the model's tensors to a whole file, by hsnb's writer, by torch.save of a
 sample as SpecForge saves it, by torch.save of each column in the forward (the pt layout as first written), by safetensors'
 save_file as vLLM's connector saves them. No engine. sglang: plain prefill, hsnb's capture and SGLang's return_hidden_states on
-one server (SmolLM2, CPU). pt: the same server with hsnb's pt layout. Results go to others-results.json, the tables of
+one server (SmolLM2, CPU). pt: the same server with hsnb's pt layout. vllm: the same prompts by vLLM, plain and with its
+extract_hidden_states, in .venv-vllm. Results go to others-results.json, the tables of
 docs/performance.md and the README are rendered from it by `python -m benchmarks.render_speed`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,13 +50,13 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the arguments, measure, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.others", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help=f"folder of {FILE} (default: docs/)")
-    parser.add_argument("--parts", default="saving,sglang,pt")
+    parser.add_argument("--parts", default="saving,sglang,pt,vllm")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--limit-s", type=float, default=3600, help="no turn begins after this many seconds")
     args = parser.parse_args(argv)
     end = time.monotonic() + args.limit_s
     for part in args.parts.split(","):
-        for name, found in {"saving": saving, "sglang": sglang, "pt": pt}[part](args.turns, end):
+        for name, found in {"saving": saving, "sglang": sglang, "pt": pt, "vllm": vllm}[part](args.turns, end):
             found = found.model_copy(update={"date": now(), "versions": versions()})
             results = Others.read(args.out / FILE)
             Others(parts={**results.parts, name: found}).write(args.out / FILE)
@@ -169,6 +174,66 @@ def pt(turns: int, end: float):
     yield "sglang, pt layout", _served("pt", ("plain", "hsnb, pt layout"), turns, end)
 
 
+def vllm(turns: int, end: float):
+    """Yield vLLM's plain prefill and its own extraction, two engines that stand beside each other."""
+    ways = {"vLLM, plain": [], "vLLM, extract_hidden_states": [2, 15, 27, 30]}
+    found: dict[str, list[Sample]] = {way: [] for way in ways}
+    with contextlib.ExitStack() as stack:
+        engines = {way: stack.enter_context(Vllm(ids)) for way, ids in ways.items()}
+        for turn, way in itertools.product(range(turns + 1), ways):
+            if turn > 1 and time.monotonic() > end:
+                break
+            sample = engines[way].turn()
+            if turn:
+                found[way].append(sample)
+    whole = min(map(len, found.values()))
+    yield "vllm", Part(work="4 prompts of 128 tokens at once, SmolLM2 in float32", ways={w: s[:whole] for w, s in found.items()})
+
+
+class Vllm:
+    """One vLLM in its own environment (others_vllm.py); `ids`: layer ids to extract, [] for a plain one."""
+
+    def __init__(self, ids: list[int]):
+        from benchmarks.gpu_probe import prompt_ids
+        from benchmarks.speed_load import VOCAB
+        from hsnb.demo import model_folder
+        from hsnb.vllm.environment import build_env, vllm_python
+
+        self.folder = Path(tempfile.mkdtemp(prefix="hsnb-vllm-", dir="/dev/shm"))
+        (self.folder / "raw").mkdir()
+        request = {"model": str(model_folder("smollm2-fp32")), "prompts": [prompt_ids(128, VOCAB, seed=n) for n in range(4)], "ids": ids}
+        file = self.folder / "request.json"
+        file.write_text(json.dumps({**request, "raw": str(self.folder / "raw")}))
+        command = [str(vllm_python()), str(Path(__file__).with_name("others_vllm.py")), str(file)]
+        with open(self.folder / "log", "w") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            self.engine = subprocess.Popen(command, env=build_env(on_cpu=True), text=True, start_new_session=True, **pipes)
+
+    def __enter__(self) -> Vllm:
+        while (line := self.engine.stdout.readline()) != "ready\n":  # vLLM says a good deal before
+            if not line:
+                raise RuntimeError(f"vLLM did not start:\n{(self.folder / 'log').read_text()[-2000:]}")
+        return self
+
+    def turn(self) -> Sample:
+        """Send every prompt once."""
+        family = [psutil.Process(self.engine.pid), *psutil.Process(self.engine.pid).children(recursive=True)]
+        before = sum(sum(p.cpu_times()[:2]) for p in family)
+        self.engine.stdin.write("\n")
+        self.engine.stdin.flush()
+        while not (line := self.engine.stdout.readline()).startswith('{"answered_s"'):
+            if not line:
+                raise RuntimeError(f"vLLM ended:\n{(self.folder / 'log').read_text()[-2000:]}")
+        took = json.loads(line)
+        spent = sum(sum(p.cpu_times()[:2]) for p in family) - before
+        return Sample(tokens=512, nbytes=0, seconds=took["seconds"], stood_s=took["answered_s"], cpu_s=spent)
+
+    def __exit__(self, *_) -> None:
+        os.killpg(self.engine.pid, signal.SIGKILL)
+        self.engine.wait()
+        shutil.rmtree(self.folder)
+
+
 def _served(layout: str, ways: tuple[str, ...], turns: int, end: float) -> Part:
     from benchmarks.gpu_probe import prompt_ids
     from benchmarks.speed_load import VOCAB, deployment, one_turn
@@ -185,7 +250,9 @@ def _served(layout: str, ways: tuple[str, ...], turns: int, end: float) -> Part:
             kind = "hsnb-bench" if way.startswith("hsnb") else "plain"
             t = one_turn(running, ids, 64, kind, **({"return_hidden_states": True} if way.startswith("return") else {}))
             if turn:
-                found[way].append(Sample(tokens=t.tokens, nbytes=0, seconds=t.published_s, stood_s=t.answered_s, cpu_s=t.cpu_s))
+                found[way].append(
+                    Sample(tokens=t.tokens, nbytes=0, seconds=t.published_s, stood_s=t.answered_s, cpu_s=t.cpu_s + t.writer_cpu_s)
+                )
     whole = min(map(len, found.values()))
     return Part(work="4 prompts of 128 tokens at once, SmolLM2 in float32", ways={w: s[:whole] for w, s in found.items()})
 

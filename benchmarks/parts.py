@@ -14,13 +14,16 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.bare import Req
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
 from benchmarks.others import META
@@ -28,6 +31,9 @@ from benchmarks.parts_results import FILE, Parts
 from hsnb.checks import row_faults
 from hsnb.patch.armed import Armed, ArmedFile
 from hsnb.patch.batch import States
+from hsnb.patch.bodies import Body
+from hsnb.patch.capture import Capture
+from hsnb.patch.settings import Settings
 from hsnb.patch.spool import SafetensorsRequest, bits
 from hsnb.trainers.place import file_digest
 
@@ -43,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     memory, disk = (Path(tempfile.mkdtemp(prefix="hsnb-parts-", dir=root)) for root in ("/dev/shm", None))
     found: dict[str, list[float]] = {}
     try:
-        for make in (capture, client):
+        for make in (scheduler, capture, client):
             parts = list(make(memory, disk))
             for turn in range(args.turns + 1):
                 for name, unit, per, work in parts:
@@ -58,6 +64,30 @@ def main(argv: list[str] | None = None) -> int:
     result.write(args.out / FILE)
     print(result.model_dump_json(indent=1))
     return 0
+
+
+def scheduler(memory: Path, disk: Path) -> Iterator[Part]:
+    """Yield what the capture takes of the scheduler for 64 prompts of 128 tokens, so narrow that the copies are nothing, twenty times over."""
+    spool, times, n, tokens = memory / "spool", 20, 64, 128
+    spool.mkdir()
+    armed = ArmedFile(spool, Armed(state="armed", dtype="float32", num_layers=2, hidden_size=8))
+    made = Capture(
+        SimpleNamespace(forward=None), Settings(spool, (0, 1), "pre", "safetensors", "hsnb-"), armed, writes=True, warmup=False, spec=Body()
+    )
+    states = {k: torch.randn(n * tokens, 8) for k in (0, 1, "final")}
+
+    def batches() -> None:
+        for _ in range(times):
+            reqs = [Req(f"hsnb-{uuid.uuid4().hex}", tokens) for _ in range(n)]
+            rids, ids = [r.rid for r in reqs], torch.arange(n * tokens)
+            batch = SimpleNamespace(rids=rids, extend_seq_lens_cpu=[tokens] * n, extend_prefix_lens_cpu=[0] * n, input_ids=ids)
+            made.note_lengths(reqs)
+            made.store(made.wanted(batch), states, ids)
+        made.writer.settle()
+        for path in spool.glob("*.safetensors"):
+            path.unlink()
+
+    yield "a batch of 64 prompts of 128 tokens, without the copies of states", "ms a batch", times / 1e3, batches
 
 
 def capture(memory: Path, disk: Path) -> Iterator[Part]:

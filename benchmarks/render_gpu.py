@@ -24,7 +24,7 @@ TAIL = """## What this does not prove
 Nothing about real weights larger than SmolLM2's, about other attention backends than the one used here, about CUDA graphs in prefill
 (which hsnb refuses), or about more GPUs than were there. A random mixture of experts in half precision changes its routes with the last bit, so its deeper
 states are compared only where the same batch gives the same bits; the dense model is there for the comparisons across batches and
-engines. The speeds are of one card, one shape and three turns.
+engines. The speeds are of one card and one shape.
 """
 STATES = {"ok": "pass", "off": "OFF", "failed": "FAILED", "skipped": "not run"}
 

@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 from benchmarks import drain_results, grow_results, others_results, parts_results
+from benchmarks.gpu_results import PUBLISHED, Step
+from benchmarks.gpu_results import Results as GpuResults
 from benchmarks.gpu_site import ROOT
+from benchmarks.gpu_speed import TITLE, figures
+from benchmarks.render_gpu import page
 from benchmarks.speed_results import FILE, Load, Results
 
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
@@ -28,17 +32,21 @@ def spread(values: list[float]) -> str:
 def row(name: str, load: Load) -> str:
     """Return one load as a row."""
     plain, captured = (statistics.median(t.rate for t in turns) for turns in (load.plain, load.captured))
+    drained = bool(load.output)
     return _cells(
-        name, load.prompts, str(load.turns), f"{plain:,.0f}", f"{captured:,.0f}", spread(load.ratios()), spread(load.ratios("cpu_s")),
-        f"{captured * load.token_bytes / 1e9:.2f}", f"{load.ring_full_ms:,}", f"{load.memory_growth_mib:.1f}",
+        name, load.prompts, str(load.turns), f"{plain:,.0f}", f"{captured:,.0f}", spread(load.ratios()),
+        spread(load.ratios("whole")) if drained else "", spread(load.ratios("cpu_s")), spread(load.ratios("server_cpu")),
+        f"{statistics.median(load.speeds()):.2f}", f"{load.client_cores():.2f}" if drained else "", f"{load.ring_full_ms:,}",
+        f"{load.memory_growth_mib:.1f}",
     )  # fmt: skip
 
 
 def tables(results: Results) -> str:
     """Return every run's tables."""
     head = _head(
-        "load", "prompts", "n", "plain, tokens/s", "captured, tokens/s", "ratio (spread)", "schedulers' CPU a token, ratio (spread)",
-        "GB/s into the spool", "forward waited for the ring, ms", "memory grown, MiB",
+        "load", "prompts", "n", "plain, tokens/s", "captured, tokens/s", "ratio, into the spool (spread)", "ratio, published (spread)",
+        "schedulers' CPU a token, ratio (spread)", "with the writing process, ratio (spread)", "GB/s to where it ends",
+        "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB",
     )  # fmt: skip
     parts = []
     for key, run in sorted(results.runs.items()):
@@ -106,6 +114,12 @@ def grow_tables(found: grow_results.Grow) -> str:
             memory = (f"{one.memory_mib[min(2, len(one.memory_mib) - 1)]:.0f}", f"{one.memory_mib[-1]:.0f}")
             parts.append(_cells(f"{count:,}", f"{one.rate:.0f}", *seconds, *memory) + "\n")
         parts.append("\n")
+    if one := found.server:
+        parts.append(f"A real server, {one.work}; memory of scheduler and writing process, and the wall clock:\n\n")
+        parts.append(_head("requests", "seconds of the last thousand", "memory, MiB"))
+        for n, held in enumerate(one.memory_mib):
+            parts.append(_cells(f"{1000 * n:,}", f"{one.seconds[n - 1]:.1f}" if n else "", f"{held:.1f}") + "\n")
+        parts.append("\n")
     return "".join(parts)
 
 
@@ -145,9 +159,24 @@ def put(page: Path, mark: str, text: str) -> None:
     page.write_text(before + begin + text + end + rest.split(end)[1])
 
 
+def keep_gpu(results: Results) -> None:
+    """Put the ratios of each card into gpu-results.json, as `make gpu` would have."""
+    published = GpuResults.read(PUBLISHED)
+    for key in set(results.runs) & set(published.runs):
+        run = results.runs[key]
+        found = figures(run.loads, run.ceilings)
+        state = "ok" if all(f.ok for f in found) else "off"
+        seconds = sum(t.drained_s or t.published_s for load in run.loads.values() for t in (*load.plain, *load.captured))
+        step = Step(title=TITLE, state=state, date=run.date, seconds=seconds, source=run.versions["hsnb source"], figures=found)
+        published = published.with_step(key, published.runs[key], "speed", step)
+    published.write(PUBLISHED)
+    PUBLISHED.with_suffix(".md").write_text(page(published))
+
+
 def main() -> int:
-    """Replace every table; return 0."""
+    """Replace every table, and the GPUs' page; return 0."""
     docs = PAGE.parent
+    keep_gpu(Results.read(docs / FILE))
     put(PAGE, "server", tables(Results.read(docs / FILE)))
     put(PAGE, "client", client_tables(drain_results.DrainResults.read(docs / drain_results.FILE)))
     put(PAGE, "others", others_tables(others_results.Others.read(docs / others_results.FILE)))

@@ -14,6 +14,7 @@ import xxhash
 
 _PIECE = 117_440_512  # bytes: 2,048 tokens of Kimi's shape at three boundaries and the final state
 _THREADS = (1, 2, 4, 8)
+DISK = "files onto the disk, 4 threads, synced"
 
 
 def ceilings(device: str, memory: Path, disk: Path) -> dict[str, float]:
@@ -25,10 +26,15 @@ def ceilings(device: str, memory: Path, disk: Path) -> dict[str, float]:
     files = 16 if device == "cuda" else 4
     for threads in _THREADS if device == "cuda" else _THREADS[:2]:
         found[f"files into {memory}, {threads} threads"] = best(lambda threads=threads: _write(memory, threads, files))
-    found["files onto the disk, 4 threads, synced"] = best(lambda: _write(disk, 4, files, sync=True))
+    found[DISK] = disk_ceiling(disk, files)
     data = os.urandom(_PIECE)
     found["xxh3-128, one core"] = best(lambda: _timed(len(data), lambda: xxhash.xxh3_128_digest(data)))
     return found
+
+
+def disk_ceiling(disk: Path, files: int = 16) -> float:
+    """Return what the disk takes at best, GB/s."""
+    return best(lambda: _write(disk, 4, files, sync=True))
 
 
 def best(measure) -> float:

@@ -72,7 +72,7 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
     try:
         for kind in found:  # warming up
             one_turn(server, ids, prompts.together, kind, drain)
-        before, memory = _counts(server), _memory(server)
+        before, held = _counts(server), memory(server)
         for n in range(turns):
             if time.monotonic() > end:
                 break
@@ -87,7 +87,7 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
         plain=found["plain"],
         captured=found["hsnb-bench"],
         ring_full_ms=_counts(server).get("ring_full_ms", 0) - before.get("ring_full_ms", 0),
-        memory_growth_mib=round((_memory(server) - memory) / 2**20, 1),
+        memory_growth_mib=round((memory(server) - held) / 2**20, 1),
         output=output[0] if output else "",
     )
 
@@ -148,7 +148,8 @@ def _cpu(server) -> tuple[float, float]:
     return tuple(sum(sum(p.cpu_times()[:2]) for p in some) for some in processes(server))
 
 
-def _memory(server) -> int:
+def memory(server) -> int:
+    """Return the bytes that the schedulers and their writing processes hold."""
     return sum(p.memory_full_info().pss for some in processes(server) for p in some)  # the ring once, though two processes map it
 
 

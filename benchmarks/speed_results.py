@@ -70,6 +70,14 @@ class Load(Strict):
         """Return the median of `ratios`."""
         return statistics.median(self.ratios(of))
 
+    def speeds(self) -> list[float]:
+        """Return GB of states a second of each captured turn, to where it ended."""
+        return [t.whole * self.token_bytes / 1e9 for t in self.captured]
+
+    def client_cores(self) -> float:
+        """Return the median of the client's CPU seconds for each GB that it published."""
+        return statistics.median(t.client_cpu_s / (t.tokens * self.token_bytes / 1e9) for t in self.captured)
+
 
 class Run(Strict):
     """One machine."""
