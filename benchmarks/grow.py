@@ -4,7 +4,8 @@
 
 writer: hsnb's writer as the capture drives it, in chunks of 2,048 rows of Kimi's width (57,344 bytes a token), into /dev/shm; no
 engine. client: whole extractions, ledger and files, from a stub of the server that answers at once with real dumps of 6 tokens;
-each count in a process of its own. server: 10,000 captured requests to a real SGLang on this CPU, the tiny DeepSeek. Results go to grow-results.json; `python -m benchmarks.render_speed` makes the tables.
+each count in a process of its own. server: 10,000 captured requests to a real SGLang on this CPU, the tiny DeepSeek. Results go
+to grow-results.json; `python -m benchmarks.render_speed` makes the tables.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ def server(thousands: int = 10) -> Requests:
     }
     ids = [prompt_ids(4 + n % 5, VOCAB, seed=n) for n in range(1000)]
     seconds = []
-    with tempfile.TemporaryDirectory(prefix="hsnb-grow-") as folder:
-        with Server.start(Deployment.parse(tree, origin="benchmarks/grow.py"), log_dir=Path(folder)) as started:
-            one_turn(started, ids[:8], 8, "hsnb-bench")  # the writing process is there from now on
-            held = [memory(started)]
-            for _ in range(thousands):
-                seconds.append(one_turn(started, ids, 64, "hsnb-bench").published_s)
-                held.append(memory(started))
+    deployment = Deployment.parse(tree, origin="benchmarks/grow.py")
+    with tempfile.TemporaryDirectory(prefix="hsnb-grow-") as folder, Server.start(deployment, log_dir=Path(folder)) as started:
+        one_turn(started, ids[:8], 8, "hsnb-bench")  # the writing process is there from now on
+        held = [memory(started)]
+        for _ in range(thousands):
+            seconds.append(one_turn(started, ids, 64, "hsnb-bench").published_s)
+            held.append(memory(started))
     return Requests(work="1,000 prompts of 4 to 8 tokens, 64 in a request", seconds=seconds, memory_mib=[m / 2**20 for m in held])
 
 
