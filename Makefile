@@ -122,7 +122,7 @@ figures: setup setup-vllm  ## the README's figure, from a real run of 02_diverge
 gpu: setup  ## hsnb's checks on this machine's GPU(s), and docs/gpu-results.md (GPUS=1 or 2)
 	ok=0; $(BIN)/python -m benchmarks.gpu --gpus $(or $(GPUS),1) || ok=$$?; $(BIN)/python -m benchmarks.render_gpu; exit $$ok
 
-bench: setup  ## what the capture costs on this machine, and the tables of docs/performance.md
+bench: setup setup-vllm  ## what the capture costs on this machine, and the tables of docs/performance.md
 	ok=0; for part in speed drain others parts grow; do $(BIN)/python -m benchmarks.$$part || ok=$$?; done; $(BIN)/python -m benchmarks.render_speed; exit $$ok
 
 clean:  ## remove the environments and caches; outputs/ stays

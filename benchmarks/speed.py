@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=9, help="alternations of each load")
     parser.add_argument("--loads", default="long,short,mixed")
     parser.add_argument("--spools", default="memory", help="memory, disk, or both: a server for each")
-    parser.add_argument("--outputs", default="", help="memory, disk, or both, each in turn; default: nobody takes the dumps")
+    parser.add_argument(
+        "--outputs", help="memory, disk, or both, each in turn; '': nobody takes the dumps (default: both on a GPU, else nobody)"
+    )
     parser.add_argument("--format", default="safetensors", choices=("safetensors", "pt"))
     parser.add_argument("--label", default="", help="kept apart in the results, e.g. a setting that was tried")
     parser.add_argument("--limit-s", type=float, default=3600, help="no turn begins after this many seconds")
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     end = time.monotonic() + args.limit_s
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    outputs = ("memory,disk" if device == "cuda" else "") if args.outputs is None else args.outputs
     about = card(device)
     key = (card_key(about["card"], 1) if device == "cuda" else "cpu") + (f" {args.label}" if args.label else "")
     disk = Path(tempfile.mkdtemp(prefix="hsnb-speed-", dir=os.environ.get("HSNB_SPEED_DISK") or None))
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     for spool in args.spools.split(","):
         folder = disk / "spool" if spool == "disk" else None
         with Server.start(deployment(device, folder, args.format), log_dir=disk / f"log-{spool}") as server:
-            for output, name in itertools.product(args.outputs.split(","), args.loads.split(",")):
+            for output, name in itertools.product(outputs.split(","), args.loads.split(",")):
                 place = (output, {"memory": Path("/dev/shm"), "disk": disk}[output]) if output else None
                 load = measure(server, LOADS[device][name], args.turns, end, place)
                 label = name + (" from disk" if spool == "disk" else "") + (f" to {output}" if output else "")
