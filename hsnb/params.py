@@ -38,6 +38,7 @@ class ServerParams(_Strict):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0: a free one")
     tp_size: int = Field(1, ge=1)
+    nnodes: int = Field(1, ge=1, description="machines that one server's tp_size is spread over; more than 1: hsnb run --ray only")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     context_length: int | None = Field(None, ge=2)
     chunked_prefill_size: int | None = Field(None, ge=1)

@@ -18,7 +18,7 @@ from hsnb.measure import Measured
 from hsnb.params import Deployment
 from hsnb.paths import SPOOL_ROOT
 from hsnb.plan import ITEMSIZE, Plan, Room
-from hsnb.server.flags import check_flags
+from hsnb.server.flags import check_flags, check_nodes
 from hsnb.sizes import OUTPUT_FLOOR, SPOOL_FLOOR, both, bytes_per_token, floor
 from hsnb.table import ABOUT
 
@@ -84,6 +84,7 @@ def check_runnable(deployment: Deployment, layout: str = "speculators") -> None:
     What depends on the machine (port, GPUs, disk) is not looked at: the data may be prepared on another one.
     """
     check_flags(deployment.server.flags, deployment.server.env)
+    check_nodes(deployment.server, node_rank=0)  # where it will run is not known here
     if deployment.has_model():
         from hsnb import extract
 

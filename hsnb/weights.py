@@ -89,15 +89,16 @@ def embeddings(folder: Path) -> torch.Tensor:
     return _read(folder, _index(folder), "model.embed_tokens.weight")
 
 
-def weights_hash(folder: Path) -> str:
+def weights_hash(folder: Path, *, times: bool = True) -> str:
     """Return a hash of the weights' identity: config.json, and each weight file's name, size, time and first 64 KiB.
 
     Reading all of 547 GB would take longer than the probe; a changed file of the same size, time and header is not seen.
+    `times` False leaves the time out: it is not the same in two machines' copies.
     """
     digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         info = path.stat()
-        digest.update(f"{path.name} {info.st_size} {info.st_mtime_ns}".encode())
+        digest.update(f"{path.name} {info.st_size} {info.st_mtime_ns if times else ''}".encode())
         with open(path, "rb") as file:
             digest.update(file.read(1 << 16))
     return digest.hexdigest()

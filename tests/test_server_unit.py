@@ -28,9 +28,9 @@ from hsnb.server import causes, command, commands, flags, ready, state
 from hsnb.server.armed_check import check_armed, check_info, read_or_refuse
 from hsnb.server.attached import attach, is_local
 from hsnb.server.client import Client, Generated, generate_body
+from hsnb.server.launch import owners
 from hsnb.server.leftovers import MARKER, claim_spool, clear_spool
 from hsnb.server.preflight import pick_port, preflight
-from hsnb.server.server import owners
 from hsnb.server.supervisor import Job, create_time, is_alive, write_json
 
 SHM = Path("/dev/shm")
@@ -132,7 +132,7 @@ def test_capture_variables_come_and_go_with_capture(model, monkeypatch):
     asked = deployment(model, boundaries=(6, 2), capture={"final": "post", "format": "pt"}, env={"NCCL_PROTO": "LL"})
     env = command.build_env(asked, "/dev/shm/hsnb/1")
     values = [env[name] for name in command.CAPTURE_VARIABLES]
-    assert values == ["/dev/shm/hsnb/1", "2,6", "post", "pt", "hsnb-"] and env["NCCL_PROTO"] == "LL"
+    assert values == ["/dev/shm/hsnb/1", "2,6", "post", "pt", "hsnb-", "1"] and env["NCCL_PROTO"] == "LL"
     assert env["SGLANG_USE_CPU_ENGINE"] == env["TORCHDYNAMO_DISABLE"] == env["HF_HUB_OFFLINE"] == "1"
     off = command.build_env(asked, None, {"SGLANG_HS_DUMP_DIR": "/x", "A": "b"})
     assert not set(command.CAPTURE_VARIABLES) & set(off) and off["A"] == "b"

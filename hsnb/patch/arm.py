@@ -86,7 +86,7 @@ def _tp_rank() -> int:
 
 def arm(runner, settings: Settings) -> Capture:
     """Wrap the loaded model's body and write armed-{rank}.json. Raises LookupError or ValueError when it must not be armed."""
-    args, config = settled(), runner.model_config
+    args, config = looked_after(settled()), runner.model_config
     if why := unsupported(args):
         raise ValueError(why)
     body, spec = find_body(runner.model)
@@ -140,6 +140,17 @@ def arm(runner, settings: Settings) -> Capture:
     body.forward = tapped  # on this object only; nn.Module.__call__ and a direct .forward() both find it
     log.info("hsnb: armed %s at boundaries %s, final %s, into %s", armed.model_class, armed.boundaries, armed.final, settings.spool)
     return capture
+
+
+def looked_after(args):
+    """Return `args`, with nnodes 1 when whoever started the server reads what the ranks of all its nodes arm (hsnb.server.link).
+
+    A server that was started over several nodes by hand is refused: its client would see the first node's ranks alone. The rows
+    are on the first node all the same: it has the ranks 0..tp_size/nnodes-1 (read in 0.5.23: engine._calculate_rank_ranges).
+    """
+    if int(os.environ.get("SGLANG_HS_DUMP_NODES") or 1) == int(getattr(args, "nnodes", 1) or 1):
+        args.nnodes = 1
+    return args
 
 
 def _created() -> float:

@@ -10,7 +10,10 @@ from hsnb.errors import CaptureError, ServerError
 from hsnb.params import Deployment
 from hsnb.patch.armed import Armed, read_armed
 from hsnb.server.command import ONLY_PREFIX
+from hsnb.server.far import FarRanks
 from hsnb.server.supervisor import is_alive
+
+NONE_FAR = FarRanks()
 
 
 def read_or_refuse(spool: Path, *, url: str, plugin_failure: str = "") -> list[Armed]:
@@ -71,8 +74,15 @@ def check_info(info: dict) -> None:
             )
 
 
-def check_armed(armed: Sequence[Armed], *, ranks: int | None = None, expect: Deployment | None = None, port: int | None = None) -> None:
-    """Refuse entries that are not armed, not alive on this host, of another hsnb, or not as `expect` says.
+def check_armed(
+    armed: Sequence[Armed],
+    *,
+    ranks: int | None = None,
+    expect: Deployment | None = None,
+    port: int | None = None,
+    far: FarRanks = NONE_FAR,
+) -> None:
+    """Refuse entries that are not armed, not alive, of another hsnb, or not as `expect` says; `far`: those of other nodes.
 
     Raises CaptureError that names the first difference. Proves what was armed, not that the states are right: that is the probe's.
     """
@@ -85,7 +95,8 @@ def check_armed(armed: Sequence[Armed], *, ranks: int | None = None, expect: Dep
             "read the server's log",
         )
     for entry in armed:
-        who = f"rank {entry.rank}"
+        address, there = far.ranks.get(entry.rank, ("", port))
+        who = f"rank {entry.rank} on {address}" if address else f"rank {entry.rank}"
         if entry.state != "armed":
             raise _differs(
                 f"{who} is {entry.state}: {entry.error or 'no reason given'}",
@@ -93,7 +104,14 @@ def check_armed(armed: Sequence[Armed], *, ranks: int | None = None, expect: Dep
                 "what the reason names",
                 "mend it and start the server again",
             )
-        if not is_alive(entry.pid, entry.pid_created):
+        if address and not far.watched():
+            raise _differs(
+                f"{who} is watched by nobody here any longer (process {far.watcher[0]} has ended)",
+                "the process that started the server, which ends it when that node is lost",
+                "an old server's spool",
+                "hsnb run --ray starts another",
+            )
+        if not address and not is_alive(entry.pid, entry.pid_created):
             raise _differs(
                 f"{who} was armed by process {entry.pid}, which does not run on this host",
                 "a scheduler that runs here",
@@ -107,9 +125,9 @@ def check_armed(armed: Sequence[Armed], *, ranks: int | None = None, expect: Dep
                 "hsnb was upgraded while the server ran, or is another one in the server's environment",
                 "start the server again",
             )
-        if port is not None and entry.port and entry.port != port:
+        if port is not None and entry.port and entry.port != there:
             raise _differs(
-                f"{who} belongs to port {entry.port}", f"port {port}", "another server writes to this spool", "name this server's spool"
+                f"{who} belongs to port {entry.port}", f"port {there}", "another server writes to this spool", "name this server's spool"
             )
         if entry.only != ONLY_PREFIX:
             raise _differs(
@@ -124,7 +142,8 @@ def check_armed(armed: Sequence[Armed], *, ranks: int | None = None, expect: Dep
     for entry in armed[1:]:
         for name in ("boundaries", "final", "format", "only", "sglang_version", "config_hash"):
             if getattr(entry, name) != getattr(first, name):
-                got = f"rank {entry.rank} has {name} {getattr(entry, name)!r}, rank {first.rank} has {getattr(first, name)!r}"
+                where = f" on {far.ranks[entry.rank][0]}" if entry.rank in far.ranks else ""
+                got = f"rank {entry.rank}{where} has {name} {getattr(entry, name)!r}, rank {first.rank} has {getattr(first, name)!r}"
                 raise _differs(got, "all ranks alike", "files of two servers in one spool", "start the server again")
 
 

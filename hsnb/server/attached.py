@@ -11,6 +11,7 @@ from hsnb.errors import ParamsError, ServerError
 from hsnb.params import Deployment
 from hsnb.server.armed_check import check_armed, check_info, read_or_refuse
 from hsnb.server.client import Client
+from hsnb.server.far import read_far
 from hsnb.server.flags import check_version
 from hsnb.server.ready import pick_info
 from hsnb.server.server import Server
@@ -53,7 +54,7 @@ def attach(url: str, spool: str = "", expect: Deployment | None = None, capture:
     if capture:
         check_info(info)
         armed = read_or_refuse(folder, url=url)
-        check_armed(armed, ranks=int(info.get("tp_size") or 1), expect=expect, port=port)
+        check_armed(armed, ranks=int(info.get("tp_size") or 1), expect=expect, port=port, far=read_far(folder))
     return Server(
         url=url,
         host=host,

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,19 @@ CAPTURE_VARIABLES = (
     "SGLANG_HS_DUMP_FINAL",
     "SGLANG_HS_DUMP_FORMAT",
     "SGLANG_HS_DUMP_ONLY",
+    "SGLANG_HS_DUMP_NODES",
 )
 CPU_CONTEXT = 4096  # a KV cache for a model's full context would not fit into a small machine
 CPU_TOTAL_TOKENS = 8192
 _SECRET = re.compile(r"key|token(?!s|izer)|secret|password|credential", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node's part of a server over several: its number, and HOST:PORT of the first node, where all ranks meet."""
+
+    node_rank: int
+    address: str
 
 
 def gpus() -> list[tuple[str, int]]:
@@ -57,8 +67,8 @@ def context_length(deployment: Deployment, device: str) -> int | None:
     return min(longest, CPU_CONTEXT)
 
 
-def build_command(deployment: Deployment, port: int) -> list[str]:
-    """Return the argv that starts the server; `server.flags` add to hsnb's own flags or replace them."""
+def build_command(deployment: Deployment, port: int, part: Part | None = None) -> list[str]:
+    """Return the argv that starts the server, or its `part` on one node; `server.flags` add to hsnb's own flags or replace them."""
     server = deployment.server
     device = resolve_device(server.device)
     flags: dict[str, Any] = {
@@ -82,6 +92,8 @@ def build_command(deployment: Deployment, port: int) -> list[str]:
         flags[normal(flag)] = value or True
         architecture = (deployment.model_config_json().get("architectures") or [""])[0]
         flags |= {normal(flag): True for flag in unfused_flags(architecture, server.tp_size)}
+    if part is not None:
+        flags |= {"nnodes": server.nnodes, "node-rank": part.node_rank, "dist-init-addr": part.address}
     flags |= {normal(name): value for name, value in server.flags.items()}
     return [sys.executable, "-m", "sglang.launch_server", *_argv(flags)]
 
@@ -107,9 +119,11 @@ def build_env(deployment: Deployment, spool: str | Path | None, extra: dict[str,
     if resolve_device(deployment.server.device) == "cpu":
         # Without TORCHDYNAMO_DISABLE the first forward compiles for 10-20 s.
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        cores = deployment.server.tp_size
-        if cores > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in env:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = thread_binding(cores)
+        server = deployment.server
+        if server.tp_size > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in env:
+            # Once for each node: a rank looks itself up by its number on the node (0.5.23), and would find itself by its own, too.
+            here = thread_binding(server.tp_size // server.nnodes)
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([here] * server.nnodes)
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # models are folders; the log is read while it grows
     env |= deployment.server.env | (extra or {})
     for name in CAPTURE_VARIABLES:
@@ -121,8 +135,8 @@ def build_env(deployment: Deployment, spool: str | Path | None, extra: dict[str,
 
 def capture_env(deployment: Deployment, spool: str | Path) -> dict[str, str]:
     """Return the variables that arm the plug-in."""
-    capture = deployment.capture
-    values = (str(spool), ",".join(map(str, sorted(capture.boundaries))), capture.final, capture.format, ONLY_PREFIX)
+    capture, nodes = deployment.capture, deployment.server.nnodes
+    values = (str(spool), ",".join(map(str, sorted(capture.boundaries))), capture.final, capture.format, ONLY_PREFIX, str(nodes))
     return dict(zip(CAPTURE_VARIABLES, values, strict=True))
 
 

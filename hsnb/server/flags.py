@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hsnb.errors import HsnbError, ParamsError, ServerError
+from hsnb.params import ServerParams
 from hsnb.patch.modes import ADDS_IN_THE_LOOP, SUMS_FIRST_SINCE
 
 MIN_VERSION = (0, 5, 17)
@@ -30,6 +31,10 @@ OWN_FLAGS = {
     "tp-size": "server.tp_size",
     "tp": "server.tp_size",
     "tensor-parallel-size": "server.tp_size",
+    "nnodes": "server.nnodes",
+    "node-rank": "server.nnodes",
+    "dist-init-addr": "server.nnodes",
+    "nccl-init-addr": "server.nnodes",
     "context-length": "server.context_length",
     "chunked-prefill-size": "server.chunked_prefill_size",
     "max-total-tokens": "server.max_total_tokens",
@@ -69,7 +74,6 @@ REFUSED = {
     "moe-a2a-backend": _SCATTERED,
     "enable-attn-tp-input-scattered": _SCATTERED,
     "enable-layernorm-sp": _SCATTERED,
-    "nnodes": "a server over several nodes is not proved",
     "enable-torch-compile": "a compiled forward skips the Python code that captures",
     "enable-mixed-chunk": "decoding requests run in the batch of a prefill",
     "enable-two-batch-overlap": "two half batches run interleaved in one forward",
@@ -93,7 +97,7 @@ REFUSED = {
     "admin-api-key": "keys would show in the list of processes and in SGLang's own log",
 }
 _HARMLESS = {
-    **{flag: ("1",) for flag in REFUSED if flag.endswith("-size") or flag in ("ep", "nnodes")},
+    **{flag: ("1",) for flag in REFUSED if flag.endswith("-size") or flag == "ep"},
     "moe-a2a-backend": ("none",),
     "disaggregation-mode": ("null",),
     "cuda-graph-backend-prefill": ("disabled",),
@@ -110,6 +114,7 @@ REFUSED_ENV = {
     "SGLANG_HS_DUMP_FINAL": "hsnb sets it from capture.final",
     "SGLANG_HS_DUMP_FORMAT": "hsnb sets it from capture.format",
     "SGLANG_HS_DUMP_ONLY": "hsnb sets it to hsnb-",
+    "SGLANG_HS_DUMP_NODES": "hsnb sets it from server.nnodes",
 }
 
 
@@ -187,6 +192,27 @@ def unfused_flags(architecture: str, tp_size: int) -> list[str]:
     if tp_size == 1 or architecture not in ADDS_IN_THE_LOOP.values() or numbers >= SUMS_FIRST_SINCE:
         return []
     return ["--enforce-disable-flashinfer-allreduce-fusion"]
+
+
+def check_nodes(server: ServerParams, *, node_rank: int | None = None) -> None:
+    """Refuse a server over several nodes that is started as one of a single node, or whose ranks do not divide over them.
+
+    `node_rank`: of the part that is about to be started; None: the whole server is. Raises ServerError or ParamsError.
+    """
+    if server.tp_size % server.nnodes:
+        raise _params(
+            f"server.tp_size {server.tp_size} over server.nnodes {server.nnodes}",
+            "as many ranks on each node",
+            "one of the two was changed alone",
+            "a tp_size that nnodes divides",
+        )
+    if server.nnodes > 1 and node_rank is None:
+        raise ServerError(
+            got=f"server.nnodes is {server.nnodes}",
+            expected="1: a server on this machine alone",
+            likely="params of a cluster; only a run on one starts the other nodes' parts, watches them and reads what their ranks armed",
+            next="hsnb run 03_extract.ipynb --shards 0-15 --ray auto (docs/cluster.md), or server.nnodes: 1",
+        )
 
 
 def check_flags(flags: dict[str, Any], env: dict[str, str], *, capture: bool = True) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")
 MARKER = ".hsnb-spool"  # in a spool that hsnb made, so that no other folder is ever removed
+FAR = ".nodes.json"  # in the spool of a server over several nodes: whose the ranks are that do not run here (hsnb.server.far)
 _SETTLE_S = 20.0  # how long a new, unclaimed name is looked for again: files are made first and mapped later
 
 
@@ -126,7 +127,7 @@ def clear_spool(spool: Path, owner: str = "", *, keep_dumps: bool = False) -> bo
     if not keep_dumps:
         shutil.rmtree(spool, ignore_errors=True)
         return not spool.exists()
-    for path in (*spool.glob("armed-*.json"), *spool.glob(".*.tmp")):
+    for path in (*spool.glob("armed-*.json"), *spool.glob(FAR), *spool.glob(".*.tmp")):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

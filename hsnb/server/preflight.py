@@ -19,7 +19,7 @@ from hsnb import paths
 from hsnb.errors import HsnbError, ModelError, ServerError
 from hsnb.params import Deployment
 from hsnb.server.command import gpus, resolve_device
-from hsnb.server.flags import check_flags, sglang_version
+from hsnb.server.flags import check_flags, check_nodes, sglang_version
 from hsnb.server.leftovers import MARKER, SHM
 from hsnb.server.state import refuse_taken
 from hsnb.server.supervisor import family
@@ -76,15 +76,17 @@ class Preflight:
         return f"<table class='hsnb'><tr><th>check</th><th>value</th><th>ok</th><th>note</th></tr>{body}</table>"
 
 
-def preflight(deployment: Deployment, *, capture: bool = True, outputs: Path | None = None) -> Preflight:
+def preflight(deployment: Deployment, *, capture: bool = True, outputs: Path | None = None, node_rank: int | None = None) -> Preflight:
     """Check the deployment and this machine; load nothing, import neither torch nor sglang.
 
     A failed check is a row, not an exception: `Preflight.check` raises it. `outputs` is where results will go (default: the
-    project's outputs/). What it does NOT prove: that the model fits into memory, and that the flags fit the model.
+    project's outputs/); `node_rank`: of the part that is started here, of a server over several nodes. What it does NOT prove:
+    that the model fits into memory, and that the flags fit the model.
     """
     steps: list[tuple[str, Callable[[], tuple[str, str]]]] = [
         ("SGLang", _sglang),
         ("flags", lambda: _flags(deployment, capture)),
+        *([("nodes", lambda: _nodes(deployment, node_rank))] if deployment.server.nnodes > 1 else []),
         ("environment", lambda: _environment(deployment, capture)),
         ("model", lambda: _model(deployment)),
         ("boundaries", lambda: _boundaries(deployment)),
@@ -117,6 +119,12 @@ def _flags(deployment: Deployment, capture: bool) -> tuple[str, str]:
     server = deployment.server
     check_flags(server.flags, server.env, capture=capture)
     return ", ".join(server.flags) or "none", "nothing that would break a capture" if capture else "no capture asked for"
+
+
+def _nodes(deployment: Deployment, node_rank: int | None) -> tuple[str, str]:
+    server = deployment.server
+    check_nodes(server, node_rank=node_rank)
+    return f"{node_rank + 1} of {server.nnodes}", f"{server.tp_size // server.nnodes} of {server.tp_size} ranks here"
 
 
 def _environment(deployment: Deployment, capture: bool) -> tuple[str, str]:
@@ -176,10 +184,11 @@ def _device(deployment: Deployment) -> tuple[str, str]:
     wanted, found = deployment.server.device, gpus()
     if wanted == "cpu" or (wanted == "auto" and not found):
         return "cpu", f"{len(os.sched_getaffinity(0))} cores" + ("" if wanted == "cpu" else "; nvidia-smi lists no GPU")
-    if len(found) < deployment.server.tp_size:
+    server = deployment.server
+    if len(found) < server.tp_size // server.nnodes:
         raise ServerError(
             got=f"{len(found)} GPUs listed by nvidia-smi",
-            expected=f"at least tp_size ({deployment.server.tp_size})",
+            expected=f"at least tp_size ({server.tp_size})" + (f" over nnodes ({server.nnodes})" if server.nnodes > 1 else ""),
             likely="params of a larger machine" if found else "no NVIDIA driver here",
             next="lower server.tp_size" if found else "server.device: cpu, or another machine",
         )

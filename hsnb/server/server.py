@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
-import psutil
 
-import hsnb
 from hsnb import paths
 from hsnb.errors import HsnbError
 from hsnb.params import Deployment
@@ -23,12 +18,12 @@ from hsnb.patch.armed import RING_FULL, Armed, read_armed
 from hsnb.server import causes
 from hsnb.server.armed_check import check_armed, check_info, read_or_refuse
 from hsnb.server.client import Client
-from hsnb.server.command import build_command, build_env, masked
-from hsnb.server.leftovers import claim_spool, clear_spool
-from hsnb.server.preflight import pick_port, preflight
+from hsnb.server.command import Part
+from hsnb.server.far import read_far
+from hsnb.server.launch import end, launch
+from hsnb.server.link import Link
 from hsnb.server.ready import Progress, failure, pick_info, wait_ready
-from hsnb.server.state import STOP_LIMIT_S, reserve, state_file
-from hsnb.server.supervisor import Job
+from hsnb.server.state import STOP_LIMIT_S
 from hsnb.show import pairs_html
 
 
@@ -50,6 +45,7 @@ class Server:
     capture: bool = True
     detached: bool = False
     attached: bool = False
+    link: Link | None = field(default=None, repr=False)  # to the other nodes of a server over several
     _supervisor: subprocess.Popen | None = field(default=None, repr=False)
 
     @classmethod
@@ -62,64 +58,54 @@ class Server:
         detach: bool = False,
         progress: Callable[[float, str], None] | None = None,
         extra_env: dict[str, str] | None = None,
+        link: Link | None = None,
     ) -> Server:
         """Start SGLang for `deployment` and return when it is ready.
 
         The server ends with this process (and, in a notebook, with whatever runs the kernel), however that ends; `detach`
         leaves it running until `hsnb stop`. `progress(seconds, line)` is called about twice a second with the last
-        meaningful line of the log. `capture` False leaves the plug-in off.
+        meaningful line of the log. `capture` False leaves the plug-in off. `link`: the other nodes of a server over several; it
+        ends with the server, and the server with the loss of any of them.
 
         Raises ServerError with the likely cause and the log's last lines, CaptureError when the plug-in is not armed as
         asked, ParamsError and BoundaryError before anything is loaded.
         """
         before = time.monotonic()
-        preflight(deployment, capture=capture).check()
-        port = pick_port(deployment)
-        spool = Path(deployment.server.spool) if deployment.server.spool else paths.default_spool(port)
+        part = Part(0, link.meet) if link else None
         folder = Path(log_dir) if log_dir is not None else paths.run_dir("server")
-        folder.mkdir(parents=True, exist_ok=True)
-        log = (folder / f"server-{port}-{dt.datetime.now():%Y%m%d-%H%M%S}.log").resolve()
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(deployment.server.host, deployment.server.host)
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        job = Job(
-            command=build_command(deployment, port),
-            log=str(log),
-            exit_record=str(log.with_suffix(".exit.json")),
-            state=str(state_file(port)),
-            spool=str(spool) if capture else "",
-            port=port,
-            keep_dumps=bool(deployment.server.spool),
-            owner=f"port {port}, started {started} by {os.getpid()}",
-            host=host,
-            owners=[] if detach else owners(),
-        )
-        job.about = {"url": url, "port": port, "model": deployment.model, "started": started}
-        reserve(port, {**job.about, "log": job.log, "exit_record": job.exit_record, "spool": job.spool, "detached": detach})
+        made = launch(deployment, folder, capture=capture, detach=detach, extra_env=extra_env, part=part)
+        url, spool, log, supervisor = made.url, made.spool, made.log, made.supervisor
+        server = cls(
+            url, made.host, made.port, spool, 0, log, {}, "", 0.0, deployment,
+            capture=capture, detached=detach, _supervisor=supervisor, link=link,
+        )  # fmt: skip
         try:
-            env = build_env(deployment, spool if capture else None, extra_env)
-            if capture:
-                clear_spool(spool, keep_dumps=job.keep_dumps)  # of a dead server; a folder that is not hsnb's was refused by the preflight
-                claim_spool(paths.make_private(spool), job.owner)
-            log.write_text(f"# hsnb {hsnb.__version__}: {masked(job.command, env)}\n")
-            supervisor = spawn_supervisor(job, env)
-        except BaseException:
-            state_file(port).unlink(missing_ok=True)
-            raise
-        server = cls(url, host, port, spool, 0, log, {}, "", 0.0, deployment, capture=capture, detached=detach, _supervisor=supervisor)
-        try:
+            if link:
+                from hsnb.weights import weights_hash  # it imports torch
+
+                weights = weights_hash(paths.resolve(deployment.model_path()), times=False)
+                link.begin(deployment.model_dump(), spool, weights, on_loss=supervisor.terminate)
+
+            def lives() -> bool:
+                if link:
+                    link.check()
+                return supervisor.poll() is None
+
             seen = Progress(log, progress, deployment.server.ready_timeout_s)
-            info = wait_ready(url, seen, is_alive=lambda: supervisor.poll() is None, exit_record=Path(job.exit_record))
+            info = wait_ready(url, seen, is_alive=lives, exit_record=Path(made.job.exit_record))
             server._take(info)
-            server.pid = json.loads(Path(job.state).read_text())["launcher"]
+            server.pid = json.loads(Path(made.job.state).read_text())["launcher"]
             if capture:
                 check_info(info)
+                if link:
+                    link.wait_armed(spool)
                 problem = causes.plugin_failure(causes.read_lines(log))
                 server.armed = read_or_refuse(spool, url=url, plugin_failure=problem)
-                check_armed(server.armed, ranks=deployment.server.tp_size, expect=deployment)
+                check_armed(server.armed, ranks=deployment.server.tp_size, expect=deployment, far=read_far(spool))
         except HsnbError as error:
+            said = _blamed(link, error) if not server.running() else error
             server._end()
-            raise failure(error, log) from error.__cause__
+            raise failure(said, log) from error.__cause__
         except BaseException:  # an interrupt, too, leaves no server behind
             server._end()
             raise
@@ -148,18 +134,15 @@ class Server:
     def _end(self) -> None:
         if self._supervisor is None:
             return
-        self._supervisor.terminate()
-        try:
-            self._supervisor.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
+        end(self._supervisor, STOP_LIMIT_S)
+        if self.link is not None:
+            self.link.end()
         self._supervisor = None
 
     def running(self) -> bool:
         """Say whether the server's processes still run (of an attached one: whether it answers)."""
         if self._supervisor is not None:
-            return self._supervisor.poll() is None
+            return self._supervisor.poll() is None and not (self.link and self.link.lost)
         if not self.attached:
             return False
         try:
@@ -214,32 +197,11 @@ class Server:
         return pairs_html(self.as_dict().items())
 
 
-def owners() -> list[list[float]]:
-    """Return (pid, create time) of this process and, in a notebook's kernel, of what runs the kernel.
-
-    Jupyter and papermill name themselves in JPY_PARENT_PID. A process started from a kernel inherits the variable too, so it
-    counts only when it is the parent's.
-    """
-    me = psutil.Process()
-    found = [[me.pid, me.create_time()]]
-    parent = os.environ.get("JPY_PARENT_PID", "")
-    if parent.isdigit() and int(parent) == os.getppid():
-        found.append([int(parent), psutil.Process(int(parent)).create_time()])
-    return found
-
-
-def spawn_supervisor(job: Job, env: dict[str, str]) -> subprocess.Popen:
-    """Start the supervisor in a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it first."""
-    with open(job.log, "ab") as log:  # a traceback of the supervisor belongs there
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "hsnb.server.supervisor"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-            env=env,
-            text=True,
-        )
-    with supervisor.stdin as pipe:
-        json.dump(asdict(job), pipe)
-    return supervisor
+def _blamed(link: Link | None, error: HsnbError) -> HsnbError:
+    """Return the reason of the node that failed first: the others then only say that their connection is gone."""
+    try:
+        if link:
+            link.blame()
+    except HsnbError as theirs:
+        return theirs
+    return error

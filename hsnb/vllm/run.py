@@ -14,8 +14,8 @@ from hsnb.errors import DataError, HsnbError, ServerError
 from hsnb.paths import write_json
 from hsnb.server import causes as logs
 from hsnb.server.command import gpus
+from hsnb.server.launch import owners, spawn_supervisor
 from hsnb.server.ready import failure, read_exit
-from hsnb.server.server import owners, spawn_supervisor
 from hsnb.server.state import STOP_LIMIT_S
 from hsnb.server.supervisor import Job
 from hsnb.vllm.captured import Captured
