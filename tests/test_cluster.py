@@ -5,31 +5,20 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
 from hsnb import cli
 from hsnb.cluster import driver as drivers
-from hsnb.cluster.driver import Driver, run_on_cluster
-from hsnb.cluster.plan import Node, on_place, places
+from hsnb.cluster.driver import run_on_cluster
+from hsnb.cluster.plan import on_place, places
 from hsnb.cluster.queue import LOSSES, PAUSE_S, Shards
 from hsnb.errors import DataError, ExtractError, ParamsError, ServerError
-from hsnb.params import Deployment
 from hsnb.trainers.place import file_digest
-from tests.conftest import tiny
+from tests.cluster_stand_in import StandIn, deployment, driving, events, node, whole
 from tests.project import ROOT, environment, make_project
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="make setup-ray")
-
-
-def deployment(**server) -> Deployment:
-    return Deployment.parse(tiny(**server), origin="test")
-
-
-def node(name: str, cpus: float = 4, gpus: float = 0) -> Node:
-    return Node(name, f"10.0.0.{name}", cpus, gpus)
 
 
 # -- places -----------------------------------------------------------------------------------------------------------
@@ -47,8 +36,8 @@ def test_a_node_takes_as_many_servers_as_its_gpus_hold():
     assert [(p.node.id, p.gpus) for p in auto] == [("1", 1)]
 
 
-def test_tp_over_nodes_is_refused_in_words():
-    with pytest.raises(ParamsError, match=r"tp_size 16, and 8 GPUs on the largest of 2 nodes.*--nnodes"):
+def test_a_server_that_no_node_holds_is_refused_in_words():
+    with pytest.raises(ParamsError, match=r"tp_size 16 over 1 node, and 8 GPUs on the largest of 2 nodes.*with server\.nnodes"):
         places(deployment(device="cuda", tp_size=16), [node("1", 64, 8), node("2", 64, 8)])
     assert places(deployment(device="cuda", tp_size=16), []) == []  # none yet: they may come
 
@@ -83,96 +72,10 @@ def test_a_lost_shard_waits_a_moment_and_is_given_up_in_the_end():
 # -- the loop, with a stand-in for Ray ----------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Ref:
-    """A call that was made and not answered."""
-
-    node: str
-    method: str
-    args: tuple
-
-
-class StandIn:
-    """What driver.py uses of Ray, in one thread: a call is answered when it is waited for, by `answer(node, method, args)`."""
-
-    class RayError(Exception):
-        pass
-
-    class RayTaskError(RayError):
-        def __init__(self, cause):
-            super().__init__(str(cause))
-            self.cause = cause
-
-    def __init__(self, nodes: list[Node], answer):
-        self.living, self.answer, self.killed, self.calls = {n.id: n for n in nodes}, answer, [], []
-        self.exceptions = SimpleNamespace(RayError=self.RayError, RayTaskError=self.RayTaskError)
-        affinity = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node_id, soft: node_id)
-        self.util = SimpleNamespace(scheduling_strategies=affinity)
-
-    def nodes(self):
-        made = [(n.id, n.address, {"CPU": n.cpus, "GPU": n.gpus}) for n in self.living.values()]
-        return [{"NodeID": i, "NodeManagerAddress": a, "Resources": r, "Alive": True} for i, a, r in made]
-
-    def remote(self, cls):
-        def made(node_id):
-            def call(method):
-                def remote(*args):
-                    self.calls.append((node_id, method, args))
-                    return Ref(node_id, method, args)
-
-                return SimpleNamespace(remote=remote)
-
-            return SimpleNamespace(node=node_id, **{name: call(name) for name in ("start", "prepare", "run", "stop", "read")})
-
-        def options(*, scheduling_strategy, max_restarts, max_task_retries, num_cpus, num_gpus):
-            assert max_restarts == max_task_retries == 0
-            return SimpleNamespace(remote=lambda *_: made(scheduling_strategy))
-
-        return SimpleNamespace(options=options)
-
-    def wait(self, refs, num_returns=1, timeout=None):
-        return refs[:num_returns], refs[num_returns:]
-
-    def get(self, ref):
-        if ref.node not in self.living:
-            raise self.RayError("the actor died")
-        try:
-            return self.answer(ref.node, ref.method, ref.args)
-        except (ParamsError, ServerError, DataError) as error:
-            raise self.RayTaskError(error) from error
-
-    def kill(self, actor):
-        self.killed.append(actor.node)
-
-
-def whole(node_id, method, args):
-    """Answer as a node on which all goes well."""
-    if method == "start":
-        return {"url": f"http://{node_id}", "host": node_id, "seconds": 1.0, "python": "python"}
-    if method == "run":
-        shard = args[1]["shard"]
-        return {"notebook": f"nb-{shard}", "html": None, "ok": True, "error": "", "seconds": 1.0, "lost": False, "files": {}}
-    return 0
-
-
 @pytest.fixture
 def drive(tmp_path, monkeypatch):
-    """Return drive(ray, shards): a driver that has run its loop in a project of its own."""
-    monkeypatch.setenv("HSNB_ROOT", str(make_project(tmp_path / "project")))
-    monkeypatch.setattr("hsnb.cluster.queue.PAUSE_S", 0.0)
-    monkeypatch.setattr(drivers, "LOOK_S", 0.0)
-    known = {"params": "params/demo.yaml", "run": "demo", "max_length": 512, "too_long": "error"}
-
-    def drive(ray, shards) -> Driver:
-        driver = Driver(ray, ROOT / "notebooks" / "03_extract.ipynb", {"num_shards": 8}, known, deployment(), Shards(shards))
-        driver.loop()
-        return driver
-
-    return drive
-
-
-def events(driver: Driver, what: str) -> list[tuple]:
-    return [(e.get("node"), e.get("shard")) for e in driver.journal if e["what"] == what]
+    """Return drive(ray, shards, server...): a driver that has run its loop in a project of its own."""
+    return driving(tmp_path, monkeypatch)
 
 
 def test_servers_are_started_once_and_pull_the_shards(drive):

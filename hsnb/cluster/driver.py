@@ -1,54 +1,41 @@
 """Deal shards to servers that live on the nodes of a Ray cluster, until none is left. Nodes may come and go meanwhile.
 
-Read with Ray 2.60. An actor a server; Ray restarts none of them (`max_restarts=0`): which node a new one goes to, and what
-its loss means for the shard, is decided here. Everything that was published is entered, so a shard that is dealt again goes on.
+Which nodes a server goes to, and what its loss means for the shard, is decided here. Everything that was published is entered,
+so a shard that is dealt again goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
 from hsnb import notebook as contract
-from hsnb.cluster.actor import ServerActor
-from hsnb.cluster.plan import Node, Place, on_place, places
+from hsnb.cluster.connect import connect
+from hsnb.cluster.hire import Member, dismiss, hire, start
+from hsnb.cluster.plan import Node, Place, groups, on_place, places
 from hsnb.cluster.queue import Shards
-from hsnb.errors import ExtractError, HsnbError, ParamsError, ServerError
+from hsnb.errors import ExtractError, HsnbError, ParamsError
 from hsnb.ledger import take_lock
 from hsnb.params import Deployment
 from hsnb.paths import project_root, resolve, run_dir, write_json
 from hsnb.run import RunResult
+from hsnb.server.flags import check_nodes
 from hsnb.trainers.place import file_digest
 
 log = logging.getLogger(__name__)
 STARTS = 3  # of a server at one place: after that the place is left alone
 LOOK_S = 1.0
-CONNECT_S = 10.0  # for the head to take a connection
 SAY_S = 60.0  # without a server that is ready, the user is told what may hold it up
 EMPTY_S = 300.0  # without any node that could take a server, living or starting, the run ends
 STOP_S = 40.0  # for the servers to stop at the end; what is left ends with Ray's workers
 BUSY = "being written by another process"  # what a shard says whose last writer has not quite ended
-
-
-@dataclass
-class Member:
-    """An actor, and what it does: "start", "prepare", "run" (then with its shard) or "idle"."""
-
-    place: Place
-    actor: Any
-    doing: str = "start"
-    shard: int | None = None
-    url: str = ""
 
 
 def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence[int], address: str = "auto") -> list[RunResult]:
@@ -68,6 +55,7 @@ def run_on_cluster(source: Path, parameters: Mapping[str, Any], shards: Sequence
     parameters = dict(parameters)
     known = contract.declared(source) | contract.cell_values(nbformat.read(source, as_version=4), source) | parameters
     deployment = Deployment.load(known["params"])
+    check_nodes(deployment.server, node_rank=0)
     known["params"] = parameters["params"] = portable(known["params"])
     ray = connect(address)
     try:
@@ -104,37 +92,6 @@ def portable(params: str) -> str:
     return str(file.relative_to(root) if file.is_relative_to(root) else file) if file.is_file() else params
 
 
-def connect(address: str):
-    """Return the module ray, connected. Raises ParamsError without the package or a usable address, ServerError without a cluster."""
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ParamsError(
-            got=f"--ray without Ray ({error})", expected="the extra ray", likely="an environment for one machine", next="make setup-ray"
-        ) from error
-    try:
-        listens(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ServerError(
-            got=f"--ray {address}: {' '.join(str(error).split())[:300]}",
-            expected="a Ray cluster that answers",
-            likely="ray start was not run here, or the head is gone",
-            next="ray start --head, or one of deploy/",
-        ) from error
-    return ray
-
-
-def listens(address: str) -> None:
-    """Raise ParamsError unless an address is HOST:PORT ("": Ray finds it), OSError when nothing listens there: Ray tries for minutes."""
-    host, _, port = address.rpartition(":")
-    if address and (not host or not port.isdecimal() or "/" in host):
-        raise ParamsError(got=f"--ray {address}", expected="auto, or HOST:PORT of the head", likely="a typo", next="--ray auto")
-    if address:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-
-
 class Driver:
     """The loop. `members` by place; `refs` are the calls in flight."""
 
@@ -145,13 +102,16 @@ class Driver:
         self.refs: dict[Any, Member] = {}
         self.starts: Counter = Counter()
         self.trouble = ""  # the last reason why a server did not start
+        self.short = ""  # of nodes for a single server: how many are there
         self.journal: list[dict] = []
 
     def loop(self) -> None:
         """Deal until every shard is done or given up. Raises the servers' error when none of them starts anywhere."""
         alone_since = began = time.monotonic()
         while self.shards.left:
+            self.bury()
             self.grow()
+            self.say_short()
             self.deal()
             if began and time.monotonic() - began > SAY_S:
                 if not any(m.url for m in self.members.values()):
@@ -162,32 +122,52 @@ class Driver:
                 self.land(ref)
             if self.members:
                 alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > EMPTY_S or (self.trouble and not self.untried()):
-                why = self.trouble or "no node has room for a server"
+            elif time.monotonic() - alone_since > EMPTY_S or (self.trouble and not self.short and not self.untried()):
+                why = self.short or self.trouble or "no node has room for a server"
                 self.note("given up", why=why)
                 self.shards.drain(why)
 
     # -- servers ---------------------------------------------------------------------------------------------------
 
-    def untried(self) -> list[Place]:
-        """Return the places that have no server, and did not fail to start one too often."""
+    def room(self) -> list[Place]:
+        """Return the places on living nodes that no server holds."""
+        held = {place.key for m in self.members.values() for place in m.places}
         nodes = [Node.of(n) for n in self.ray.nodes() if n["Alive"]]
-        return [p for p in places(self.deployment, nodes) if p.key not in self.members and self.starts[p.key] < STARTS]
+        return [p for p in places(self.deployment, nodes) if p.key not in held]
+
+    def untried(self) -> list[tuple[Place, ...]]:
+        """Return where a server would have all its places, none of them one where too many did not start; the best first."""
+        free = [p for p in self.room() if self.starts[p.key] < STARTS]
+        return groups(sorted(free, key=lambda p: self.starts[p.key]), self.deployment.server.nnodes)
 
     def grow(self) -> None:
         """Start a server wherever there is room for one, while there are shards for it."""
-        for place in self.untried():
+        for where in self.untried():
             if len(self.members) >= self.shards.left:
                 return
-            self.starts[place.key] += 1
-            strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(place.node.id, soft=False)
-            made = self.ray.remote(ServerActor).options(
-                num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy, max_restarts=0, max_task_retries=0
-            )
-            actor = made.remote(str(project_root()), self.known["params"], self.known["run"], on_place(self.deployment, place))
-            member = self.members[place.key] = Member(place, actor)
-            self.refs[actor.start.remote()] = member
+            self.starts.update(place.key for place in where)
+            given = (str(project_root()), self.known["params"], self.known["run"], on_place(self.deployment, where[0]))
+            member = self.members[where[0].key] = hire(self.ray, where, given)
+            self.refs[start(member)] = member
             self.note("starting", member)
+
+    def bury(self) -> None:
+        """Drop a server that waits for room on several nodes of which one is gone: Ray would go on waiting for it."""
+        alive = {n["NodeID"] for n in self.ray.nodes() if n["Alive"]}
+        for ref, member in list(self.refs.items()):
+            gone = [p.node.address for p in member.places if p.node.id not in alive]
+            if member.group is not None and member.doing == "start" and gone:
+                del self.refs[ref]
+                self.drop(member, None, f"node {gone[0]} is gone")
+
+    def say_short(self) -> None:
+        """Say when there are some of a server's nodes and not all, and that they are waited for."""
+        nnodes, here = self.deployment.server.nnodes, {p.node.id for p in self.room()}
+        short = f"{len(here)} of the {nnodes} nodes that a server needs" if not self.members and len(here) < nnodes > 1 else ""
+        if short and short != self.short:
+            self.note("waiting", why=short)
+            log.warning(f"there {'is' if len(here) == 1 else 'are'} {short}: waiting {EMPTY_S:.0f} s for the others")
+        self.short = short
 
     def deal(self) -> None:
         """Give each idle server something to do; the data set is prepared by the first of them."""
@@ -232,7 +212,8 @@ class Driver:
             self.shards.lost(shard, answer["error"])
             return
         self.fetch(member, answer["files"])
-        self.starts[member.place.key] = 0
+        for place in member.places:
+            self.starts[place.key] = 0
         self.shards.settle(shard, answer)
         self.note("done", member, shard=shard, ok=answer["ok"], seconds=round(answer["seconds"], 1))
         log.info(f"shard {shard}: {'ok' if answer['ok'] else answer['error']} ({answer['seconds']:.1f} s, {member.place.node.address})")
@@ -245,7 +226,7 @@ class Driver:
             self.trouble = why
         elif self.shards.lost(shard, why):
             log.warning(f"shard {shard} is dealt again: {why} ({member.place.node.address})")
-        self.ray.kill(member.actor)
+        dismiss(self.ray, member)
 
     def fetch(self, member: Member, files: dict[str, str]) -> None:
         """Copy a shard's notebook, report and JSON from a node that does not share this machine's disk."""
@@ -264,7 +245,7 @@ class Driver:
         if calls:
             self.ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
         for member in self.members.values():
-            self.ray.kill(member.actor)
+            dismiss(self.ray, member)
 
     def result(self, shard: int) -> RunResult:
         """Return what came of a shard."""
@@ -278,6 +259,8 @@ class Driver:
     def note(self, what: str, member: Member | None = None, **more: Any) -> None:
         """Write what happened to outputs/{run}/cluster.json, the place to look at while it runs."""
         where = {"node": member.place.node.id, "address": member.place.node.address, "server": member.url} if member else {}
+        if member and member.parts:
+            where["with"] = [{"node": p.node.id, "address": p.node.address} for p in member.places[1:]]
         self.journal.append({"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "what": what, **where, **more})
         write_json(
             run_dir(self.known["run"]) / "cluster.json", {"left": self.shards.left, "servers": len(self.members), "events": self.journal}

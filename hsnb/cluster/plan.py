@@ -27,7 +27,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Room for one server: the `index`-th on its node, of `of` there, and what it reserves."""
+    """Room for one server, or for one node's part of it: the `index`-th on its node, of `of` there, and what it reserves."""
 
     node: Node
     index: int
@@ -41,29 +41,46 @@ class Place:
 
 
 def places(deployment: Deployment, nodes: Sequence[Node]) -> list[Place]:
-    """Return the places for servers of `deployment`: on a node with GPUs as many as its tp_size allows, on a CPU one a node.
+    """Return the places for servers of `deployment`, or for parts of them: on a node with GPUs as many as these allow, on a CPU one a node.
 
     A CPU server takes its whole node, because Ray sets its threads to what it reserves. A node without CPUs (a head that
     only leads) takes none. Raises ParamsError when no node, now or with others like these, can take one.
     """
-    device, tp = deployment.server.device, deployment.server.tp_size
+    device, tp, nnodes = deployment.server.device, deployment.server.tp_size, deployment.server.nnodes
     if device == "auto":
         device = "cuda" if any(n.gpus for n in nodes) else "cpu"
     if device == "cpu":
         return [Place(n, 0, 1, n.cpus, 0) for n in nodes if n.cpus >= 1]
-    most = max((n.gpus for n in nodes), default=0)
-    if nodes and tp > most:
+    most, each = max((n.gpus for n in nodes), default=0), tp // nnodes
+    if nodes and each > most:
         raise ParamsError(
-            got=f"server.tp_size {tp}, and {most:.0f} GPUs on the largest of {len(nodes)} nodes",
-            expected="a server that fits on one node",
-            likely="a node that Ray was started on without its GPUs" if most == 0 else "a model that wants larger machines",
-            next="ray start --num-gpus N on the nodes, or lower tp_size: a capture over nodes (--nnodes) is not proved, and refused",
+            got=f"server.tp_size {tp} over {nnodes} node{'s' * (nnodes > 1)}, and {most:.0f} GPUs on the largest of {len(nodes)} nodes",
+            expected=f"{each} GPUs on a node",
+            likely="a node that Ray was started on without its GPUs"
+            if most == 0
+            else "a model that wants larger machines, or more of them",
+            next="ray start --num-gpus N on the nodes, or spread a server over more of them with server.nnodes, or lower tp_size",
         )
     found = []
     for node in nodes:
-        fits = int(node.gpus // tp)
-        found += [Place(node, k, fits, max(1, min(tp, node.cpus // max(1, fits))), tp) for k in range(fits)]
+        fits = int(node.gpus // each)
+        found += [Place(node, k, fits, max(1, min(each, node.cpus // max(1, fits))), each) for k in range(fits)]
     return [p for p in found if p.node.cpus >= p.of]
+
+
+def groups(free: Sequence[Place], nnodes: int) -> list[tuple[Place, ...]]:
+    """Return `free` places in groups of `nnodes`, a server each, all of its nodes different ones; what is left over is in none."""
+    rest, found = list(free), []
+    while rest:
+        group: list[Place] = []
+        for place in rest:
+            if len(group) < nnodes and place.node.id not in {p.node.id for p in group}:
+                group.append(place)
+        if len(group) < nnodes:
+            break
+        found.append(tuple(group))
+        rest = [place for place in rest if place not in group]
+    return found
 
 
 def on_place(deployment: Deployment, place: Place) -> dict:
