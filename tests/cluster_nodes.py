@@ -10,7 +10,8 @@ from typing import Any
 
 STORE = 80_000_000  # bytes of each node's object store: nothing large goes through it
 # No report to Ray's makers; a node that was removed is noticed in five seconds, not fifteen; a busy machine starts workers slowly, at nice 15.
-SETTINGS = {"USAGE_STATS_ENABLED": 0, "health_check_period_ms": 1000, "worker_register_timeout_seconds": 300, "worker_niceness": 0}
+SETTINGS = {"USAGE_STATS_ENABLED": 0, "health_check_period_ms": 1000, "worker_register_timeout_seconds": 300}
+SETTINGS |= {"worker_niceness": 0, "kill_child_processes_on_worker_exit": 0}  # as docs/cluster.md says
 
 
 @contextmanager

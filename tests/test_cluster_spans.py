@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from hsnb.cluster import connect
 from hsnb.cluster import driver as drivers
 from hsnb.cluster.actor import ServerActor
 from hsnb.cluster.plan import groups, places
@@ -131,3 +133,37 @@ def test_the_actor_of_a_lost_server_over_nodes_ends_it_and_does_not_start_it_aga
     with pytest.raises(ServerError, match=words):
         actor.run("03_extract", {"shard": 0})
     assert ended == [1]
+
+
+def test_a_part_that_cannot_be_reached_for_a_moment_is_asked_again_and_started_once(monkeypatch):
+    class Unavailable(Exception):
+        pass
+
+    class TaskError(Exception):
+        cause = ServerError(got="4 GPUs", expected="8", likely="x", next="y")
+
+    said = []
+
+    def get(ref, timeout):
+        what = said.pop(0)
+        if isinstance(what, Exception):
+            raise what
+        return what
+
+    fake = SimpleNamespace(get=get, exceptions=SimpleNamespace(ActorUnavailableError=Unavailable, RayTaskError=TaskError))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(connect.time, "sleep", lambda _: None)
+    method = SimpleNamespace(remote=lambda *given: given)
+    part = connect.Remote(SimpleNamespace(news=method, start=method))
+    said[:] = [Unavailable(), Unavailable(), {"files": {}, "gone": ""}]
+    assert part.news() == {"files": {}, "gone": ""} and said == []
+    said[:] = [Unavailable(), "a second launcher"]
+    with pytest.raises(Unavailable):
+        part.start()
+    said[:] = [TaskError()]
+    with pytest.raises(ServerError, match="4 GPUs, expected 8"):
+        part.start()
+    monkeypatch.setattr(connect, "REACH_S", -1.0)
+    said[:] = [Unavailable(), Unavailable()]
+    with pytest.raises(Unavailable):
+        part.news()

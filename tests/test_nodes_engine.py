@@ -129,7 +129,7 @@ def test_a_server_over_two_nodes_gives_what_one_gives_and_survives_the_loss_of_o
             made.remove_node(second, allow_graceful=False)
             assert wait_for("waiting")["why"] == "1 of the 2 nodes that a server needs"
             ends_soon(url)
-            until(lambda: len(exits(run)) == 2, "both launchers' ends", 60.0)
+            until(lambda: len(exits(run)) == 2, f"both launchers' ends: {sorted(p.name for p in run.iterdir())}", 60.0)
             assert [e["left"] for e in exits(run)] == [[], []] and not server.spool.exists()
             add(made, 1)
             out, err = process.communicate(timeout=400)

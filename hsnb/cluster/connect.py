@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from hsnb.errors import ParamsError, ServerError
 from hsnb.server.supervisor import family
 
 CONNECT_S = 10.0  # for the head to take a connection
+REACH_S = 30.0  # for a node that cannot be reached to be reachable again, or to be taken for lost by Ray
+AGAIN = ("news", "stop")  # what may be asked again when it is not known whether it was heard
 ANSWER_S = 300.0  # for a part of a server to answer: a node that Ray takes for lost is told of far sooner
 
 
@@ -56,10 +59,16 @@ class Remote:
         import ray
 
         def call(*given: Any) -> Any:
-            try:
-                return ray.get(getattr(self._actor, name).remote(*given), timeout=ANSWER_S)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, Exception) else error from None
+            until = time.monotonic() + REACH_S
+            while True:
+                try:
+                    return ray.get(getattr(self._actor, name).remote(*given), timeout=ANSWER_S)
+                except ray.exceptions.ActorUnavailableError:
+                    if name not in AGAIN or time.monotonic() > until:
+                        raise
+                    time.sleep(1)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause if isinstance(error.cause, Exception) else error from None
 
         return call
 
