@@ -121,7 +121,7 @@ def test_a_part_hands_over_what_its_ranks_armed_and_said(part):
     assert (sorted(first["files"]), first["gone"]) == ([f"{STEM}.rank-1.json", "armed-1.json"], "")
     assert part.news(0) == {"files": {}, "gone": ""} and not (spool / f"{STEM}.rank-1.json").exists()
     file.count("warmup")
-    assert json.loads(part.news(0)["files"]["armed-1.json"])["counts"] == {"warmup": 1}
+    assert json.loads(part.news(0)["files"]["armed-1.json"])["counts"] == {"captured": 0, "warmup": 1}
     part.made.supervisor.code = 1
     assert "its launcher has ended: the GPU's memory is too small" in part.news(0)["gone"]
 
