@@ -5,13 +5,19 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hsnb import probe
 from hsnb.errors import ParamsError
 from hsnb.params import Deployment
-from hsnb.paths import run_dir
+from hsnb.paths import run_dir, write_json
 from hsnb.progress import Progress
 from hsnb.server import Server, attach
+
+if TYPE_CHECKING:
+    from hsnb.server.preflight import Preflight
+    from hsnb.server.verdict import ServerVerdict
 
 _own: list[Server] = []  # of this process: one at most
 
@@ -61,6 +67,31 @@ def open_servers(p, deployment: Deployment, *, prove: bool = False) -> list[Serv
         for server in servers:
             probe.ensure(server)
     return servers
+
+
+def note_server(p, checked: Preflight, server: Server | None = None, result: ServerVerdict | None = None) -> Path:
+    """Write outputs/{run}/server.json, which the run's index reads: what the preflight said and, of a server that answers, what it armed.
+
+    To be called before the start too: a start that fails then leaves what was checked, and not the verdict of an earlier server.
+    `ok` is the server's verdict where there is one: a preflight is about a server to be started, not about one attached to.
+    """
+    tree = {"ok": result is not None and result.ok, "verdict": _said(checked, server, result), "preflight": checked.as_dict()}
+    if server is not None and result is not None:
+        kept = ("rank", "model_class", "dtype", "boundaries", "final")
+        tree["armed"] = [{name: getattr(rank, name) for name in kept} for rank in server.armed]
+        tree["checks"] = [check.as_dict() for check in result.checks]
+    return write_json(run_dir(p.run) / "server.json", tree)
+
+
+def _said(checked: Preflight, server: Server | None, result: ServerVerdict | None) -> str:
+    if server is None or result is None:
+        failed = ", ".join(row.check for row in checked.rows if not row.ok)
+        return f"no server: preflight failed ({failed})" if failed else "no server: preflight passed"
+    if bad := [f"{check.name} is {check.value}" for check in result.checks if not check.ok]:
+        return f"FAIL: {'; '.join(bad)}"
+    first = server.armed[0]
+    armed = ", ".join(f"B_{b}" for b in first.boundaries)
+    return f"PASS: {armed} and final ({first.final}) armed on {len(server.armed)} of {first.tp_size} ranks"
 
 
 def _words(text: str) -> list[str]:

@@ -8,17 +8,20 @@ import re
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 import torch
 
-from hsnb import figures, progress, report
+from hsnb import figures, progress, report, session
 from hsnb.errors import DumpError, ExtractError, ParamsError
 from hsnb.progress import Progress
 from hsnb.report.index import update_index
 from hsnb.report.outcome import ERROR_MARKER_TAG, duration
 from hsnb.report.page import WIDGET_VIEW
+from hsnb.server import preflight
+from hsnb.server.verdict import verdict
 from tests.test_notebook_params import EXTRACT_CELL, make_project, notebook_of
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -217,9 +220,9 @@ def test_a_result_of_an_earlier_run_is_not_this_ones_verdict(tmp_path):
     folder.mkdir()
     (folder / "probe.json").write_text(json.dumps({"verdict": "PASS"}))
     now = datetime.now(UTC)
-    for seconds, verdict in ((-60, "PASS"), (60, "")):
+    for seconds, said in ((-60, "PASS"), (60, "")):
         nbformat.write(executed(start_time=(now + timedelta(seconds=seconds)).isoformat()), folder / "01_probe.ipynb")
-        assert update_index(folder).rows[0]["verdict"] == verdict
+        assert update_index(folder).rows[0]["verdict"] == said
 
 
 def test_half_a_notebook_is_unfinished_and_shards_without_notebooks_are_told(tmp_path):
@@ -233,6 +236,65 @@ def test_half_a_notebook_is_unfinished_and_shards_without_notebooks_are_told(tmp
     assert result.rows[0]["status"] == "unfinished"
     assert [s["status"] for s in result.shards] == ["not run", "failed"]
     assert "shard 1: 1 samples owed" in result.index.read_text()
+
+
+def by_hand(folder: Path, shard: int, cell: str = EXTRACT_CELL) -> None:
+    """Write a shard's notebook without a word of papermill's, as a hand saves it."""
+    nb = notebook_of(cell, "x")
+    nb.cells[-1].execution_count = 1
+    nbformat.write(nb, folder / f"03_extract-shard-{shard:04d}.ipynb")
+
+
+def statuses(folder: Path) -> str:
+    """Return the index's shards: p(assed), f(ailed), u(nfinished) or n(ot run) each."""
+    return "".join(shard["status"][0] for shard in update_index(folder).shards)
+
+
+def test_of_how_many_shards_a_run_is_it_says_itself(tmp_path):
+    folder = make_project(tmp_path) / "outputs" / "demo"
+    folder.mkdir()
+    (folder / "03_extract-shard-0002.ipynb").write_text('{"cells": [')  # half a file: it says nothing
+    assert statuses(folder) == "nnu"
+    by_hand(folder, 1, "shard: int = 1")  # a cell without num_shards
+    assert statuses(folder) == "npu"
+    (folder / "data" / "ledger").mkdir(parents=True)
+    (folder / "data" / "ledger" / "shard-0002-of-0005.sqlite").touch()
+    assert statuses(folder) == "npunn"
+    by_hand(folder, 1, EXTRACT_CELL.replace("= 16", "= 6"))  # a default edited in the notebook
+    assert statuses(folder) == "npunnn"
+    shard_run(folder, 0)  # papermill's num_shards
+    assert statuses(folder) == "ppu" + 13 * "n"
+
+
+def server_notebook(folder: Path, *outputs) -> dict:
+    nb = executed(*outputs, start_time=(datetime.now(UTC) - timedelta(seconds=60)).isoformat())
+    nbformat.write(nb, folder / "00_server.ipynb")
+    return update_index(folder).rows[0]
+
+
+def test_a_bring_up_has_its_verdict_in_the_index(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSNB_ROOT", str(make_project(tmp_path)))
+    p = SimpleNamespace(run="demo")
+    folder = tmp_path / "outputs" / "demo"
+    rows = (preflight.Check("disk", "9 GiB", True), preflight.Check("port", "30000 is taken", False, "expected a free one"))
+    session.note_server(p, preflight.Preflight(rows[:1]))
+    assert server_notebook(folder, failure(ValueError("it died")))["verdict"] == "no server: preflight passed"
+    checked = preflight.Preflight(rows)
+    file = session.note_server(p, checked)
+    assert (file, json.loads(file.read_text())["ok"]) == (folder / "server.json", False)
+    assert server_notebook(folder)["verdict"] == "no server: preflight failed (port)"
+
+    rank = SimpleNamespace(rank=0, tp_size=2, model_class="M", dtype="float32", boundaries=[2, 15], final="pre", counts={"failed": 0})
+    server = SimpleNamespace(armed=[rank], attached=True, deployment=None, running=lambda: True)
+    session.note_server(p, checked, server, verdict(server))  # attached to: this preflight was about another one
+    assert server_notebook(folder)["verdict"] == "FAIL: ranks armed is 1 of 2"
+    server.armed.append(rank)
+    session.note_server(p, checked, server, verdict(server))
+    assert server_notebook(folder)["verdict"] == "PASS: B_2, B_15 and final (pre) armed on 2 of 2 ranks"
+    assert "PASS: B_2, B_15 and final (pre)" in (folder / "index.html").read_text()
+    tree = json.loads(file.read_text())
+    assert (tree["ok"], tree["preflight"]["ok"], len(tree["checks"])) == (True, False, 4)
+    assert tree["armed"][1] == {"rank": 0, "model_class": "M", "dtype": "float32", "boundaries": [2, 15], "final": "pre"}
 
 
 def test_every_figure_has_a_text_and_nbconvert_has_nothing_to_warn_of(tmp_path, caplog):

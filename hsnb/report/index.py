@@ -13,12 +13,12 @@ from typing import Any
 from hsnb.demo import exclusive
 from hsnb.errors import ParamsError
 from hsnb.paths import project_root, replace_text, write_json
-from hsnb.report.facts import read_json, shards_of, verdict_of
+from hsnb.report.facts import asked_shards, read_json, shards_of, verdict_of
 from hsnb.report.outcome import MARKS, STATUSES, Outcome, duration, title_of
 from hsnb.report.page import write_html
 from hsnb.report.style import Html, error_block, page, table
 
-FORMAT = 1  # of summary.json
+FORMAT = 2  # of summary.json: 2 has num_shards in a row
 SUMMARY = "summary.json"
 GRID_CSS = """
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr)); gap: .35rem; padding: 0; list-style: none; }
@@ -124,8 +124,9 @@ def _row(file: Path, known: dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(tree, dict) and "cells" in tree:
         nb = nbformat.v4.rwbase.rejoin_lines(nbformat.from_dict(tree))  # as nbformat.read, without its validation: a second for 100
         title, outcome = title_of(nb) or file.stem, Outcome.of(nb).as_dict()
+        outcome["num_shards"] = asked_shards(nb, outcome["parameters"])
     else:
-        title, outcome = file.stem, Outcome("unfinished").as_dict()
+        title, outcome = file.stem, Outcome("unfinished").as_dict() | {"num_shards": None}
     return {"notebook": file.name, "html": _page_of(file), "title": title, **outcome, "file": [stat.st_mtime_ns, stat.st_size]}
 
 
