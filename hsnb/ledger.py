@@ -242,7 +242,7 @@ def _read_all(data: Path) -> Iterator[tuple[dict, dict[int, Entry], dict[int, Ow
     for path in sorted((data / FOLDER).glob("*.parquet")):
         yield read_export(path)
     for path in files(data):
-        with _reading(path) as db:
+        with reading(path) as db:
             if db is not None:
                 before = db.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()[0]
                 yield json.loads(before), {v[0]: Entry(*v) for v in db.execute(_DONE)}, {r: Owed(*w) for r, *w in db.execute(_OWED)}
@@ -272,8 +272,8 @@ def _named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection | None]:
-    """Yield a connection; None when its writer was killed before the tables were made."""
+def reading(path: Path) -> Iterator[sqlite3.Connection | None]:
+    """Yield a connection to read by; None when its writer is making the tables just now, or was killed while it did."""
     with _named(path):
         db = sqlite3.connect(path)
         try:

@@ -13,6 +13,7 @@ import pytest
 from hsnb import ledger as module
 from hsnb.errors import ExtractError
 from hsnb.ledger import Entry, Ledger, home, read_failed, read_ledgers
+from hsnb.tally import Tally, tally
 
 PRINT = {"data": "abc", "boundaries": [2, 4], "final": "pre"}
 
@@ -48,6 +49,31 @@ def test_of_a_sample_that_was_done_again_the_newest_entry_counts(data):
         with ledger(data, name) as writer:
             writer.enter([entry(0, finished=when)])
     assert read_ledgers(data, PRINT)[0].finished == "2026-03-01"
+
+
+def test_a_tally_goes_by_the_last_word_on_each_sample(data):
+    assert tally(data) == Tally(0, 0, 0, 0)
+    with ledger(data, "shard-0000-of-0002") as writer:
+        writer.enter([entry(0), entry(2, tokens=7, bytes=500)])
+        writer.fail(4, "lost", 3, "2026-01-01T00:00:00")
+        writer.note_moves([entry(6)])
+        assert tally(data) == Tally(samples=2, tokens=17, bytes=1140, owed=1)  # while it writes
+    with ledger(data, "redo") as writer:
+        writer.enter([entry(4, finished="2026-01-02T00:00:00")])  # done again
+        writer.fail(2, "damaged", 1, "2026-01-02T00:00:00")  # found damaged
+    assert tally(data) == Tally(samples=2, tokens=20, bytes=1280, owed=1)
+    assert tally(data)[0] == len(read_ledgers(data)) and tally(data).owed == len(read_failed(data))
+
+
+def test_a_tally_leaves_out_a_ledger_without_tables_and_refuses_a_damaged_one(data):
+    sqlite3.connect(data / "ledger" / "b.sqlite").close()
+    (data / "ledger" / "b.sqlite").touch()
+    with ledger(data) as writer:
+        writer.enter([entry(0)])
+    assert tally(data).samples == 1
+    (data / "ledger" / "b.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(ExtractError, match=r"b\.sqlite: file is not a database, expected a ledger of hsnb"):
+        tally(data)
 
 
 def test_a_noted_move_is_not_done_until_it_is_entered(data):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ from urllib.parse import urlsplit
 import ipywidgets
 
 from hsnb import figures
-from hsnb.ledger import FOLDER, files
+from hsnb.ledger import FOLDER
 from hsnb.paths import default_spool, run_dir
+from hsnb.tally import tally
 from hsnb.widgets.explorer import Explorer, table_html
 
 FOLLOWED = ("running", "paused")  # states of a run that may still change
@@ -46,11 +45,11 @@ def monitor(run: str | Path, seconds: float = 5.0) -> Explorer:
 
     def draw(refresh: int) -> str:
         shards = statuses(data)
-        counted = published(data)
-        rate = seen.add(counted["tokens"])
+        now = tally(data)
+        rate = seen.add(now.tokens)
         last["running"] = any(s["state"] in FOLLOWED for s in shards) or not shards
-        head = f"<p><b>{counted['samples']:,} samples, {counted['tokens']:,} tokens, {counted['bytes'] / 1e9:,.2f} GB published</b>, "
-        head += f"{counted['owed']:,} owed; {rate:,.0f} tokens/s since the last looks; {escape(str(data))}</p>"
+        head = f"<p><b>{now.samples:,} samples, {now.tokens:,} tokens, {now.bytes / 1e9:,.2f} GB published</b>, "
+        head += f"{now.owed:,} owed; {rate:,.0f} tokens/s since the last looks; {escape(str(data))}</p>"
         if not shards:
             return head + "<p>No run has written its status here yet.</p>"
         ax = figures.published([p[0] for p in seen.points], [p[1] for p in seen.points])
@@ -69,23 +68,6 @@ def statuses(data: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
     return found
-
-
-def published(data: Path) -> dict[str, int]:
-    """Return samples, tokens and bytes entered in the ledgers of this machine, and samples owed: counted by sqlite, not read."""
-    sums = dict.fromkeys(("samples", "tokens", "bytes", "owed"), 0)
-    for path in files(data):
-        with closing(sqlite3.connect(path, timeout=1)) as db:
-            try:
-                samples, tokens, size = db.execute(
-                    "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(bytes), 0) FROM done"
-                ).fetchone()
-                owed = db.execute("SELECT count(*) FROM failed").fetchone()[0]
-            except sqlite3.OperationalError:  # its writer is making the tables just now
-                continue
-        for name, n in zip(sums, (samples, tokens, size, owed), strict=True):
-            sums[name] += n
-    return sums
 
 
 def frame(shards: list[dict[str, Any]], spool_bytes: Callable[[str], int | None] | None = None):
