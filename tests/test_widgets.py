@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,13 @@ from benchmarks.explorers import Opened, write_samples
 from hsnb import widgets
 from hsnb.errors import DumpError
 from hsnb.health import examine
+from hsnb.ledger import Ledger
 from hsnb.table import INDEX
 from hsnb.widgets import browser
-from hsnb.widgets.extraction import Seen, frame, published
+from hsnb.widgets.extraction import Seen, frame
 from hsnb.widgets.samples import Samples
 from tests.test_health import good, write_folder
+from tests.test_ledger import entry
 
 RECORD = {
     "comparison": {
@@ -64,10 +65,33 @@ def test_the_browser_shows_what_is_chosen(folder):
     assert alts(explorer)[0].startswith("Cosine of each token with each other, final (pre) (n = 6).")
     controls["view"].value = "text"
     assert "<ins>⟦" in explorer.html
-    controls["tokens"].value = (0, 511)
+    controls["tokens"].value = (0, 23)
     controls["view"].value = "largest values"
     first = re.search(r"<tbody>\s*<tr>(.*?)</tr>", explorer.html, re.S)[1]
     assert re.findall(r"<td[^>]*>(.*?)</td>", first)[0::2][:2] == ["0", "5"]  # position and dimension of the massive activation
+
+
+def test_the_tokens_end_at_the_chosen_samples_last_one(tmp_path, monkeypatch):
+    path = tmp_path / "data"
+    path.mkdir()
+    write_folder(path, [good(1, tokens)[0] for tokens in (24, 9, 700, 1, 5)])
+    (path / "hidden_states" / "hs_4.safetensors").write_bytes(b"half")
+    explorer, drawn = widgets.dumps(path), []
+    sample, slider = explorer.controls["sample"], explorer.controls["tokens"]
+    monkeypatch.setattr(explorer, "_draw", lambda real=explorer._draw, **chosen: drawn.append(chosen["tokens"]) or real(**chosen))
+    seen = [(slider.max, slider.value)]
+    for row in (1, 2, 3, 2):
+        sample.value = row
+        seen.append((slider.max, slider.value))
+    assert seen == [(23, (0, 23)), (8, (0, 8)), (699, (0, 511)), (0, (0, 0)), (699, (0, 511))]
+    assert drawn == [value for _, value in seen[1:]]  # each choice is one picture
+    slider.value = (100, 200)
+    sample.value = 0
+    assert (slider.max, slider.value) == (23, (23, 23))
+    assert "(n = 1)" in alts(explorer)[0]
+    sample.value = 4
+    assert (slider.max, slider.value) == (23, (23, 23))
+    assert "This cannot be shown:" in explorer.html and "hs_4.safetensors" in explorer.html
 
 
 def test_cosines_are_those_of_torch():
@@ -150,12 +174,8 @@ def running(data: Path, state: str = "running", done: int = 3) -> None:
         "disk": "disk full in 3 h", "servers": [server], "updated": "2026-01-02T03:04:05Z",
     }  # fmt: skip
     (data / "ledger" / "shard-0000-of-0016.status.json").write_text(json.dumps(status))
-    with sqlite3.connect(data / "ledger" / "shard-0000-of-0016.sqlite") as db:
-        db.execute("CREATE TABLE IF NOT EXISTS done (row INTEGER, tokens INTEGER, bytes INTEGER)")
-        db.execute("CREATE TABLE IF NOT EXISTS failed (row INTEGER)")
-        db.execute("DELETE FROM done")
-        db.executemany("INSERT INTO done VALUES (?, 100, 5000000)", [(k,) for k in range(done)])
-    db.close()
+    with Ledger(data / "ledger" / "shard-0000-of-0016.sqlite", {}) as ledger:
+        ledger.enter([entry(k, tokens=100, bytes=5_000_000) for k in range(done)])
 
 
 def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
@@ -179,7 +199,14 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
     assert "1:02 h" in first
     assert "5 samples, 500 tokens" in later
     assert "8 samples, 800 tokens" in last
-    assert published(tmp_path) == {"samples": 8, "tokens": 800, "bytes": 40_000_000, "owed": 0}
+
+
+def test_the_monitor_shows_why_a_ledger_cannot_be_read(tmp_path):
+    running(tmp_path)
+    (tmp_path / "ledger" / "shard-0000-of-0016.sqlite").write_bytes(b"no database" * 100)
+    explorer = widgets.monitor(tmp_path)
+    assert "shard-0000-of-0016.sqlite: file is not a database" in explorer.html
+    assert "<dt>Next</dt><dd>move it away: its samples are then extracted again" in explorer.html
 
 
 def test_the_monitors_rate_and_what_is_elsewhere(monkeypatch):

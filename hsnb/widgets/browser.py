@@ -9,6 +9,7 @@ import ipywidgets
 import torch
 
 from hsnb import figures
+from hsnb.errors import HsnbError
 from hsnb.health.text import decoder, text_of
 from hsnb.trainers import TrainingSample
 from hsnb.widgets.explorer import Explorer, choice, table_html
@@ -16,6 +17,7 @@ from hsnb.widgets.samples import Samples
 
 VIEWS = ("norms", "largest values", "neighbours", "text")
 MOST = 64  # tokens of a similarity map
+FIRST = 512  # tokens that are shown at first, of a sample that has so many
 
 
 def dumps(path: str | Path) -> Explorer:
@@ -24,11 +26,13 @@ def dumps(path: str | Path) -> Explorer:
     decode, note = decoder(samples.claims.model or None)
     names = samples.columns
     sample = ipywidgets.BoundedIntText(value=0, min=0, max=len(samples) - 1, description="sample")
-    tokens = ipywidgets.IntRangeSlider(value=(0, 511), min=0, max=4095, description="tokens", continuous_update=False)
+    tokens = ipywidgets.IntRangeSlider(value=(0, FIRST - 1), min=0, max=FIRST - 1, description="tokens", continuous_update=False)
+    end_at(tokens, samples, sample.value)
+    sample.observe(lambda change: end_at(tokens, samples, change["new"]), "value")  # before the explorer's own, which draws
 
     def draw(sample: int, boundary: int, view: str, tokens: tuple[int, int]) -> str:
         one = samples.read(sample)
-        first, last = min(tokens[0], one.num_tokens - 1), min(tokens[1] + 1, one.num_tokens)
+        first, last = tokens[0], tokens[1] + 1
         head = f"<p>{escape(one.name)}: {one.num_tokens:,} tokens, width {one.hidden_size:,}, {escape(names[boundary])}</p>"
         if view == "text":
             mask = one.loss_mask.tolist() if one.loss_mask is not None else [0] * one.num_tokens
@@ -44,6 +48,21 @@ def dumps(path: str | Path) -> Explorer:
 
     boundary = choice("boundary", [(name, k) for k, name in enumerate(names)])
     return Explorer({"sample": sample, "boundary": boundary, "view": choice("view", VIEWS), "tokens": tokens}, draw)
+
+
+def end_at(tokens: ipywidgets.IntRangeSlider, samples: Samples, sample: int) -> None:
+    """Let the slider end at the sample's last token, and hold what was chosen; a range up to the old end goes on to the new one,
+    or to FIRST tokens. A sample that cannot be read leaves it as it is: the picture's place says why.
+    """
+    try:
+        last = samples.read(sample).num_tokens - 1
+    except HsnbError:
+        return
+    low, high = tokens.value
+    high = min(last, max(high, FIRST - 1) if high == tokens.max else high)
+    with tokens.hold_trait_notifications():  # one picture, not one of a range that is half set
+        tokens.max = last
+        tokens.value = (min(low, high), high)
 
 
 def largest(sample: TrainingSample, states: torch.Tensor, first: int, decode, most: int = 12):

@@ -22,7 +22,7 @@ class Explorer(ipywidgets.VBox):
         row = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
         super().__init__([row, self.area])
         for control in controls.values():
-            control.observe(lambda _: self.refresh(), "value")
+            control.observe(lambda _: self._changed(), "value")
         self.refresh()
 
     @property
@@ -30,10 +30,20 @@ class Explorer(ipywidgets.VBox):
         """What is shown now."""
         return self.area.value
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is chosen now, by the controls' names."""
+        return {name: control.value for name, control in self.controls.items()}
+
+    def _changed(self) -> None:
+        if self.values != self._shown:  # one control may have moved another one, which has drawn already
+            self.refresh()
+
     def refresh(self) -> None:
         """Draw again."""
+        self._shown = self.values
         try:
-            self.area.value = self._draw(**{name: control.value for name, control in self.controls.items()})
+            self.area.value = self._draw(**self._shown)
         except HsnbError as error:
             self.area.value = f"<style>{CSS}</style>" + error_block(str(error), "This cannot be shown:")
 
