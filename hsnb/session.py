@@ -115,3 +115,4 @@ def starting() -> Iterator:
             progress.advance(max(0, int(seconds) - progress.done), note=line[-100:])
 
         yield tell
+        progress.advance(0, note="ready")

@@ -6,8 +6,10 @@ import html
 from collections.abc import Iterable
 from typing import Any
 
+NOT_SET = "(not set)"  # instead of a cell with nothing in it
+
 
 def pairs_html(pairs: Iterable[tuple[str, Any]]) -> str:
     """Return (name, value) pairs as a table of two columns, the names at its left; colours are the page's own."""
-    rows = "".join(f"<tr><th style='text-align:left'>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in pairs)
-    return f"<table class='hsnb'>{rows}</table>"
+    rows = ((html.escape(k), html.escape(NOT_SET if v is None or v in ("", {}, []) else str(v))) for k, v in pairs)
+    return "<table class='hsnb'>" + "".join(f"<tr><th style='text-align:left'>{k}</th><td>{v}</td></tr>" for k, v in rows) + "</table>"

@@ -310,6 +310,19 @@ def test_every_figure_has_a_text_and_nbconvert_has_nothing_to_warn_of(tmp_path, 
     assert 'width="7"' in text
 
 
+def test_long_words_of_a_table_break_where_they_are_joined_and_numbers_do_not(tmp_path):
+    cells = "<td>/home/me/models/smollm2 &lt;x&gt;</td><td>at most 1e-05</td><td>SGLANG_HS_DUMP_BOUNDARIES</td><td>short_word</td>"
+    nb = executed(new.new_output("display_data", data={"text/html": f"<table><tr>{cells}</tr></table><p>/home/me/models/smollm2</p>"}))
+    text = report.to_html(nb, tmp_path).replace("<wbr/>", "|")
+    assert re.findall(r"<td>(.*?)</td>", text) == [
+        "/home/|me/|models/|smollm2 &lt;x&gt;",
+        'at most <span class="hsnb-number">1e-05</span>',
+        "SGLANG_|HS_|DUMP_|BOUNDARIES",
+        "short_word",
+    ]
+    assert "<p>/home/me/models/smollm2</p>" in text
+
+
 def test_a_figure_says_what_it_shows():
     ax = figures.lengths([3, 4, 500], max_length=512)
     figures.lengths([1, 2], ax=None)

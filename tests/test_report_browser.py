@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
+
 import nbformat
 import pytest
+from PIL import Image
 
 from benchmarks.browser import CHROMIUM, REASON, browser
 from hsnb import report
@@ -11,7 +15,7 @@ from hsnb.health import examine
 from hsnb.report.health import write_health
 from tests.test_health import good, write_folder
 from tests.test_notebook_params import make_project
-from tests.test_report import OWED, PIXEL, executed, failure, new, shard_run
+from tests.test_report import OWED, executed, failure, new, shard_run
 
 WIDE = (
     "<p>"
@@ -43,6 +47,8 @@ LOOK = """(() => {
           alt: images.filter(i => i.alt).length, faint, texts: document.body.innerText.length,
           cut: [...document.querySelectorAll('p, li, h1, h2, dd')].filter(e => !e.closest('.hsnb-wide, .scroll')
                 && e.getBoundingClientRect().right > innerWidth).map(e => e.innerText.slice(0, 60)),
+          hidden: [...document.querySelectorAll('.jp-OutputArea-output img, .jp-OutputArea-output pre')].filter(e => { const box = e.closest('.jp-OutputArea');
+                return e.getBoundingClientRect().right > box.getBoundingClientRect().right + 1; }).length,
           blank: [...document.querySelectorAll('.jp-Cell')].filter(c => !c.innerText.trim() && !c.querySelector('img')).length};
 })()"""
 
@@ -54,9 +60,12 @@ def folder(tmp_path_factory):
     (folder / "data").mkdir(parents=True)
     write_folder(folder / "data", good(5))
     write_health(examine(folder / "data"), folder)
-    figure = new.new_output("display_data", data={"image/png": PIXEL})
+    picture = io.BytesIO()
+    Image.new("RGB", (900, 300)).save(picture, "png")
+    figure = new.new_output("display_data", data={"image/png": base64.b64encode(picture.getvalue()).decode()})
+    log = new.new_output("stream", name="stdout", text="[2026-01-02 03:04:05] INFO: a line of a log that is wider than a phone is\n" * 3)
     nbformat.write(
-        executed(figure, new.new_output("display_data", data={"text/html": WIDE})),
+        executed(figure, new.new_output("display_data", data={"text/html": WIDE}), log),
         folder / "01_probe.ipynb",
     )
     for shard in range(3):
@@ -87,14 +96,16 @@ def test_pages_without_a_network(name, dark, width, folder, page):
     assert seen["wide"] <= width  # what is wider scrolls on its own
     assert seen["shown"] == seen["alt"] == seen["images"] == dict(zip(PAGES, (0, 3, 1, 0), strict=True))[name]
     assert seen["blank"] == 0 and seen["texts"] > 50
-    assert seen["faint"] == [] and seen["cut"] == []
+    assert seen["faint"] == [] and seen["cut"] == [] and seen["hidden"] == 0
     assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == [] and page.said == []
 
 
 def test_the_look_of_this_test_finds_what_cannot_be_read(tmp_path, page):
     (tmp_path / "bad.html").write_text(
         "<body style='background:#111;color:#eee'><b style='background:#cfe8f7'>light on light</b><p style='color:#444'>dark on dark</p>"
-        "<p style='width:2000px;color:#eee'>wide</p><img src='http://far.example/x.png' alt='x'><div class='jp-Cell'></div></body>"
+        "<p style='width:2000px;color:#eee'>wide</p><img src='http://far.example/x.png' alt='x'><div class='jp-Cell'></div>"
+        "<div class='jp-OutputArea' style='overflow:hidden;width:300px'><div class='jp-OutputArea-output' style='margin-left:10px'>"
+        "<pre style='width:300px;color:#eee'>a log</pre></div></div></body>"
     )
     page.asked.clear()
     page.look(400, 800, True)
@@ -103,5 +114,6 @@ def test_the_look_of_this_test_finds_what_cannot_be_read(tmp_path, page):
     assert [text for _, text in seen["faint"]] == ["light on light", "dark on dark"]
     assert seen["cut"] == ["wide"]
     assert (seen["wide"] > 400, seen["shown"], seen["images"], seen["blank"]) == (True, 0, 1, 1)
+    assert seen["hidden"] == 1
     assert "http://far.example/x.png" in page.asked
     page.said.clear()

@@ -44,14 +44,15 @@ img, svg { max-width: 100%; height: auto; }
 .jp-RenderedImage img, .jp-RenderedSVG img { background: #fff; }
 .jp-InputPrompt, .jp-OutputPrompt, .jp-InputCollapser, .jp-OutputCollapser { display: none; }
 .jp-Cell { padding: .15rem 0; } .jp-MarkdownCell h2 { margin-top: 1.8rem !important; } 
-.jp-OutputArea-child, .jp-OutputArea-output { display: block !important; box-sizing: border-box; max-width: 100%; }
+.jp-OutputArea-child, .jp-OutputArea-output { display: block !important; box-sizing: border-box; max-width: 100%; margin: 0 !important; }
 details.hsnb-code { margin: .1rem 0; }
 details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-serif; color: var(--jp-content-font-color2); }
 .jp-RenderedHTMLCommon table { margin: .5rem 0; table-layout: auto; }
 .jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { overflow-wrap: normal; white-space: normal;
   vertical-align: top !important; max-width: 32rem; text-align: left !important; }
+.hsnb-number { white-space: nowrap; }
 .hsnb-wide { overflow-x: auto; max-width: 100%; }
-.jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+.jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; word-break: normal !important; }
 .jp-OutputArea-output pre [class*="ansi-"] { color: inherit !important; }
 @media (max-width: 40rem) {
   body, .jp-Notebook { padding: .5rem .8rem !important; }
@@ -60,6 +61,9 @@ details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-s
 @media print { details.hsnb-code:not([open]) { display: none; } }
 """
 
+# Where a phone may break the long words of a table (paths, variables), and where it may not though there is a hyphen.
+PIECES = re.compile(r"(?<=\w[_/.=,])(?=[^\W\d]|\d{4})")
+NUMBER = re.compile(r"\b\d[\d.]*e-\d+")
 LOADED = {"src", "srcset", "data", "poster", "background", "href", "xlink:href", "action", "formaction"}
 EXTERNAL = re.compile(r"\s*(?:https?:|ftp:|//)", re.I)
 CSS_EXTERNAL = re.compile(r"@import[^;]*(?:;|$)|url\(\s*['\"]?\s*(?:https?:|//)[^)]*\)", re.I)
@@ -149,8 +153,21 @@ def _offline(page: str, folder: Path, failed_cell: str) -> str:
         summary.string = "code"
         details.insert(0, summary)
     for table in soup.select(".jp-OutputArea-output table, .jp-MarkdownOutput table"):
+        for text in [t for cell in table.select("td, th") for t in cell.find_all(string=True)]:
+            if (said := _breakable(text)) != htmllib.escape(text):
+                text.replace_with(BeautifulSoup(said, "html.parser"))
         table.wrap(soup.new_tag("div", attrs={"class": "hsnb-wide", "tabindex": "0", "role": "region", "aria-label": "table"}))
     return str(soup)
+
+
+def _breakable(text: str) -> str:
+    """Return a cell's text as HTML that breaks between the parts of its long words, and not within a number.
+
+    >>> _breakable("/home/me/models/smollm2 <1e-05")
+    '/home/<wbr>me/<wbr>models/<wbr>smollm2 &lt;<span class="hsnb-number">1e-05</span>'
+    """
+    words = (htmllib.escape(w) if len(w) < 18 else "<wbr>".join(map(htmllib.escape, PIECES.split(w))) for w in re.split(r"(\s+)", text))
+    return NUMBER.sub(r'<span class="hsnb-number">\g<0></span>', "".join(words))
 
 
 def _embed(tag: Any, name: str, value: str, folder: Path) -> None:
