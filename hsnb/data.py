@@ -98,7 +98,7 @@ class Prepared:
         return pd.DataFrame({"value": pd.Series(values, dtype=object)})
 
     def _repr_html_(self) -> str:
-        return self.frame().to_html(header=False)
+        return self.frame().map(lambda v: f"{v:,}" if isinstance(v, int) else v).to_html(header=False)
 
 
 def prepare(

@@ -106,7 +106,7 @@ def logprob_errors(errors: dict[str, tuple[float, ...]], bar: float, ax=None):
         ylabel="|error| of log p (nats)",
         title="Logprobs rebuilt from the dump against the server's own",
     )
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 
@@ -130,7 +130,7 @@ def lengths(values, shard_values=None, max_length: int | None = None, ax=None, s
     if server_takes and (not max_length or server_takes < max_length):  # else it bounds nothing, and would flatten the histogram
         ax.axvline(server_takes, color=GREY, ls=":", lw=1.5, label=f"the server takes {server_takes:,}")
     ax.set(xlabel="tokens a sample", ylabel="samples", title="Sample lengths")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 
@@ -152,7 +152,7 @@ def norms_of_states(norms, first: int = 0, title: str = "Norm by token", ax=None
             **line_look(k),
         )
     ax.set(yscale="log", xlabel="position (token)", ylabel="norm of the row", title=title)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 
@@ -200,7 +200,7 @@ def against_all(values, columns, row: str, other: str, metric: str, ax=None):
     every = 1 + len(columns) // 36
     ax.set_xticks(range(0, len(columns), every), list(columns)[::every], rotation=90, fontsize=7)
     ax.set(yscale="linear" if good_high else "log", xlabel=other, ylabel=metric, title=f"{row} against every column of {other}")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 
@@ -211,7 +211,7 @@ def published(seconds, tokens, ax=None):
     ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published")
     ax.set_xlim(-0.3, max(10.0, *seconds))
     ax.set_ylim(0, 1.15 * max(1, *tokens))
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 

@@ -64,7 +64,7 @@ def noise_and_shift(comparison, ax=None):
         ylabel="relative L2 (median, quartiles)",
         title=f"Numerics beside the cost of a shift (n = {n} tokens, first ones left out)",
     )
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, framealpha=1)
     return ax
 
 
@@ -85,5 +85,5 @@ def positions(comparison, ax=None):
             ax.plot([mine[i]["position"] for i in at], y[at], ls="", ms=4, fillstyle=kind, **style)
     ax.set(yscale="log", xlabel="position (token)", ylabel="relative L2, median over boundaries")
     ax.set_title("Where the two differ; filled: norm over ten times the median", fontsize=10)
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, framealpha=1)
     return ax

@@ -20,7 +20,7 @@ def losses(runs: Mapping[str, Sequence[float]], ax=None):
         every = (n, max(1, len(smooth) // 8))  # marks beside each other, not over each other
         ax.plot(np.arange(width, len(values) + 1), smooth, markevery=every, label=f"{name} (last {smooth[-1]:.2f})", ms=4, **line_look(n))
     ax.set(xlabel="step", ylabel="training loss (KL, nats)", title=f"Loss, mean over {_SMOOTH} steps")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 
@@ -36,7 +36,7 @@ def acceptance(results: Mapping[str, object], ax=None):
     steps = max(len(r.per_position) for r in results.values())
     ax.set(xticks=range(1, steps + 1), xlabel="draft", ylabel="share accepted", title="Accepted drafts")
     ax.set_ylim(0, 1.35 * max(max(r.per_position) for r in results.values()) or 1)  # room for the legend
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 

@@ -19,7 +19,7 @@ def norms(health, ax=None):
     ax.set_xticks(x, [f"{int(v):,}" for v in x])
     ax.set(yscale="log", xlabel="position (token; each bin starts here)", ylabel="norm of a row (median, 5 to 95 %)")
     ax.set_title(f"Norm by state and position (n = {health.looked:,} samples)")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax
 
 
@@ -29,5 +29,5 @@ def coverage(health, ax=None):
     share = health.trained / np.maximum(health.lengths, 1)
     ax.hist(share, np.linspace(0, 1, 41), color=BLUE, edgecolor="white", lw=0.3, label=f"all (n = {len(share):,})")
     ax.set(xlabel="trained tokens / tokens of the sample", ylabel="samples", title="How much of each sample is trained", xlim=(-0.01, 1.01))
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, framealpha=1)
     return ax

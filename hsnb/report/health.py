@@ -10,6 +10,7 @@ from hsnb.health.result import Health
 from hsnb.paths import replace_text
 from hsnb.report.outcome import MARKS
 from hsnb.report.style import Html, page, table
+from hsnb.show import number
 
 CSS = "ins { text-decoration: underline; text-decoration-thickness: 2px; background: var(--hsnb-soft); }"
 
@@ -65,5 +66,5 @@ def health_page(health: Health) -> str:
 
 def _frame(frame: Any) -> str:
     """Return a pandas table as one for phones too."""
-    rows = [{key: f"{v:,.4g}" if isinstance(v, float) else str(v) for key, v in row.items()} for row in frame.to_dict("records")]
+    rows = [{key: number(v) if isinstance(v, float) else str(v) for key, v in row.items()} for row in frame.to_dict("records")]
     return table(rows, numbers=tuple(k for k in frame.columns if frame[k].dtype.kind in "fi"))

@@ -26,6 +26,7 @@ body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: 1.5rem au
 h1 { line-height: 1.2; } h2 { margin: 2rem 0 .5rem; } a { color: LinkText; }
 table { border-collapse: collapse; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--hsnb-line); overflow-wrap: break-word; }
+th.n { text-align: right; }
 td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; height: auto; background: #fff; }
 small, .note { color: var(--hsnb-faint); } small { overflow-wrap: anywhere; }
@@ -72,7 +73,7 @@ def table(rows: list[dict[str, Any]], numbers: tuple[str, ...] = (), kind: str =
     if not rows:
         return ""
     heads = list(rows[0])
-    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
+    head = "".join(f'<th scope="col"{" class=n" * (h in numbers)}>{escape(h)}</th>' for h in heads)
     cells = ("".join(f'<td data-label="{escape(h)}"{" class=n" * (h in numbers)}>{_cell(row[h])}</td>' for h in heads) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in cells)
     return f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

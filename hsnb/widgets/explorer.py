@@ -10,6 +10,7 @@ import ipywidgets
 
 from hsnb.errors import HsnbError
 from hsnb.report.style import CSS, error_block
+from hsnb.show import number
 
 
 class Explorer(ipywidgets.VBox):
@@ -78,7 +79,7 @@ def choice(name: str, options: Any, value: Any = None) -> ipywidgets.Dropdown:
 
 def table_html(frame: Any) -> str:
     """Return a pandas table that scrolls on its own when it is wide, and never widens what it stands in (`contain`)."""
-    made = frame.to_html(index=False, border=0, float_format="{:.4g}".format, justify="left")
+    made = frame.to_html(index=False, border=0, float_format=number, justify="left")
     for cell in ("th", "td"):  # ipywidgets has no style for tables
         made = made.replace(f"<{cell}>", f'<{cell} style="padding:.1rem 1.2rem .1rem 0;text-align:left;white-space:nowrap">')
     return f'<div style="overflow-x:auto;contain:inline-size">{made}</div>'
