@@ -119,7 +119,7 @@ def test_summary(smol_demo):
     assert frame["rows"] == 2048 and frame["tokens"] == prepared.tokens
     assert frame["tokens a row, mean"] == round(prepared.tokens / 2048, 1)
     assert frame["tokens a row, most"] == prepared.lengths.max() and frame["max length"] == 512
-    assert f"<td>{prepared.tokens}</td>" in prepared._repr_html_()
+    assert f"<td>{prepared.tokens:,}</td>" in prepared._repr_html_()
     assert json.loads(json.dumps(prepared.as_dict()))["fingerprint"] == prepared.fingerprint
     assert len(prepared.fingerprint) == 32
 
