@@ -22,12 +22,13 @@ from benchmarks.lab import PANEL, jupyterlab
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "docs" / "figures" / "pages"
 LOOKS = [(1400, False), (1400, True), (400, False), (400, True)]  # (CSS pixels, dark?)
-EXPLORERS = {  # name: (code, what is chosen in its drop-down lists before the picture)
-    "explorer-dumps": ('widgets.dumps("data")', {}),
-    "explorer-divergence": ('widgets.divergence("divergence.json")', {0: "each by its own setting"}),
-    "explorer-health": ('widgets.health("data")', {0: "norms"}),
-    "explorer-monitor": ('widgets.monitor("./data")', {}),
+EXPLORERS = {  # name: (code, what is chosen in its drop-down lists before the picture, how many seconds it is looked at)
+    "explorer-dumps": ('widgets.dumps("data")', {}, 1),
+    "explorer-divergence": ('widgets.divergence("divergence.json")', {0: "each by its own setting"}, 1),
+    "explorer-health": ('widgets.health("data")', {0: "norms"}, 1),
+    "explorer-monitor": ('widgets.monitor("./data", seconds=2)', {}, 20),
 }
+SHOWN = "document.querySelector('.jupyter-widgets .widget-html-content')?.innerHTML"
 CHOOSE = """((k, text) => { const list = document.querySelectorAll('.jupyter-widgets select')[k];
   list.selectedIndex = [...list.options].findIndex(o => o.text.replaceAll('\u00a0', ' ').includes(text)); list.dispatchEvent(new Event('change', {bubbles: true})); })"""
 
@@ -106,13 +107,13 @@ def take_explorers(page: Page, names: list[str], run: Path, raw: Path, state: Pa
             for width, dark in LOOKS:
                 lab.open(f"{name}.ipynb", dark=dark, width=width, mode="doc")
                 page.js("jupyterapp.commands.execute('notebook:run-all-cells')")
-                page.wait(
-                    "!!document.querySelector('.jupyter-widgets .widget-html-content, .jupyter-widgets table, .jupyter-widgets img')", 180
-                )
-                for k, text in EXPLORERS[name][1].items():
+                _, choices, seconds = EXPLORERS[name]
+                shown = page.wait(SHOWN, 180)
+                for k, text in choices.items():
                     page.js(f"{CHOOSE}({k}, {json.dumps(text)})")
+                    shown = page.wait(f"{SHOWN} != {json.dumps(shown)} && {SHOWN}", 120, f"{name} shows {text}")
                 page.wait(f"{PANEL}.sessionContext.session.kernel.status == 'idle'", 120)
-                page.js("new Promise(done => setTimeout(done, 1500))")
+                page.js(f"new Promise(done => setTimeout(done, {1000 * seconds}))")
                 page.picture(raw / f"{name}-{look(width, dark)}.png", most=1000)
                 lab.close_kernel()
 

@@ -211,6 +211,7 @@ def published(seconds, tokens, ax=None):
     ax.set(xlabel="seconds since this page was opened", ylabel="tokens published", title="Tokens published")
     ax.set_xlim(-0.3, max(10.0, *seconds))
     ax.set_ylim(0, 1.15 * max(1, *tokens))
+    ax.yaxis.set_major_formatter("{x:,.0f}")
     ax.legend(fontsize=8, framealpha=1)
     return ax
 

@@ -183,6 +183,7 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
         running(tmp_path)
         explorer = widgets.monitor(tmp_path, seconds=0.05)
         first = explorer.html
+        assert "<img" not in first and "tokens/s in the last minute" not in first  # one look is neither a curve nor a rate
         running(tmp_path, "running", 5)
         for _ in range(100):
             await asyncio.sleep(0.05)
@@ -191,14 +192,18 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
         later = explorer.html
         running(tmp_path, "done", 8)
         await asyncio.wait_for(explorer._task, 20)
+        assert "8 samples" in explorer.html and "in the last minute" not in explorer.html
+        running(tmp_path, "done", 7)
+        explorer.again.click()
         return first, later, explorer.html
 
     first, later, last = asyncio.run(look())
     assert "3 samples, 300 tokens, 0.01 GB published" in first
     assert "disk full in 3 h" in first
     assert "1:02 h" in first
-    assert "5 samples, 500 tokens" in later
-    assert "8 samples, 800 tokens" in last
+    assert "5 samples, 500 tokens" in later and "tokens/s in the last minute" in later
+    assert "Tokens published." in re.search(r'<img alt="([^"]*)"', later)[1]
+    assert "8 samples, 800 tokens" in last and "7 of 8" in last
 
 
 def test_the_monitor_shows_why_a_ledger_cannot_be_read(tmp_path):
@@ -224,4 +229,6 @@ def test_the_monitors_rate_and_what_is_elsewhere(monkeypatch):
         "reason": "", "disk": "", "updated": "",
     }  # fmt: skip
     (row,) = frame([status], spool_bytes=lambda url: None).to_dict("records")
-    assert (row["left"], row["in the spool"], row["told"]) == ("", "elsewhere", "lost")
+    assert (row["left"], row["in the spool"], row["told"]) == ("–", "elsewhere", "lost")
+    (row,) = frame([status | {"state": "whole", "eta_s": 0, "servers": [server | {"error": ""}]}]).to_dict("records")
+    assert (row["left"], row["in the spool"], row["told"]) == ("–", "–", "–")  # it has ended: nothing is left, and no server asked for

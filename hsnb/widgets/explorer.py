@@ -14,13 +14,18 @@ from hsnb.show import number
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls by name, and `draw(**values)` that returns HTML. An HsnbError is shown where the picture would be."""
+    """Controls by name, and `draw(**values)` that returns HTML. An HsnbError is shown where the picture would be.
 
-    def __init__(self, controls: dict[str, ipywidgets.Widget], draw: Callable[..., str]):
+    `again`: the words of a button that draws again what others may have changed meanwhile.
+    """
+
+    def __init__(self, controls: dict[str, ipywidgets.Widget], draw: Callable[..., str], again: str = ""):
         self.controls, self._draw = controls, draw
         self.area = ipywidgets.HTML()
         self._task: asyncio.Task | None = None
-        row = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
+        self.again = ipywidgets.Button(description=again)
+        self.again.on_click(lambda _: self.refresh())
+        row = ipywidgets.HBox([*controls.values(), *[self.again] * bool(again)], layout=ipywidgets.Layout(flex_flow="row wrap"))
         super().__init__([row, self.area])
         for control in controls.values():
             control.observe(lambda _: self._changed(), "value")
@@ -81,5 +86,5 @@ def table_html(frame: Any) -> str:
     """Return a pandas table that scrolls on its own when it is wide, and never widens what it stands in (`contain`)."""
     made = frame.to_html(index=False, border=0, float_format=number, justify="left")
     for cell in ("th", "td"):  # ipywidgets has no style for tables
-        made = made.replace(f"<{cell}>", f'<{cell} style="padding:.1rem 1.2rem .1rem 0;text-align:left;white-space:nowrap">')
+        made = made.replace(f"<{cell}>", f'<{cell} style="padding:.1rem .9rem .1rem 0;text-align:left;white-space:nowrap;line-height:1.5">')
     return f'<div style="overflow-x:auto;contain:inline-size">{made}</div>'

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import ipywidgets
-
 from hsnb import figures
 from hsnb.ledger import FOLDER
 from hsnb.paths import default_spool, run_dir
@@ -20,6 +18,7 @@ from hsnb.widgets.explorer import Explorer, table_html
 
 FOLLOWED = ("running", "paused")  # states of a run that may still change
 MOST = 500  # points of the figure
+NOTHING = "–"  # in a cell that has nothing to say
 
 
 class Seen:
@@ -43,20 +42,22 @@ def monitor(run: str | Path, seconds: float = 5.0) -> Explorer:
     data = data / "data" if (data / "data").is_dir() else data
     seen, last = Seen(), {"running": True}
 
-    def draw(refresh: int) -> str:
+    def draw() -> str:
         shards = statuses(data)
         now = tally(data)
         rate = seen.add(now.tokens)
         last["running"] = any(s["state"] in FOLLOWED for s in shards) or not shards
         head = f"<p><b>{now.samples:,} samples, {now.tokens:,} tokens, {now.bytes / 1e9:,.2f} GB published</b>, "
-        head += f"{now.owed:,} owed; {rate:,.0f} tokens/s since the last looks; {escape(str(data))}</p>"
+        pace = f"; {rate:,.0f} tokens/s in the last minute" if last["running"] and len(seen.points) > 1 else ""
+        head += f"{now.owed:,} owed{pace}; {escape(str(data.resolve()))}</p>"
         if not shards:
             return head + "<p>No run has written its status here yet.</p>"
-        ax = figures.published([p[0] for p in seen.points], [p[1] for p in seen.points])
-        return head + table_html(frame(shards)) + figures.image(ax.figure)
+        head += table_html(frame(shards))
+        if len(seen.points) < 2:  # one look is no curve
+            return head
+        return head + figures.image(figures.published([p[0] for p in seen.points], [p[1] for p in seen.points]).figure)
 
-    button = ipywidgets.IntText(value=0, description="look again")
-    return Explorer({"refresh": button}, draw).follow(seconds, until=lambda: not last["running"])
+    return Explorer({}, draw, again="look again").follow(seconds, until=lambda: not last["running"])
 
 
 def statuses(data: Path) -> list[dict[str, Any]]:
@@ -77,7 +78,7 @@ def frame(shards: list[dict[str, Any]], spool_bytes: Callable[[str], int | None]
     size = spool_bytes or spool_of
     rows = []
     for s in shards:
-        held = [size(server["url"]) for server in s["servers"]]
+        runs, held = s["state"] in FOLLOWED, [size(server["url"]) for server in s["servers"]]
         wrong = [s["reason"], s["disk"], *(server["error"] for server in s["servers"])]
         rows.append(
             {
@@ -86,9 +87,9 @@ def frame(shards: list[dict[str, Any]], spool_bytes: Callable[[str], int | None]
                 "published": f"{s['published']:,} of {s['samples']:,}",
                 "owed": s["owed"],
                 "tokens/s": s["tokens_per_s"],
-                "left": "" if s["eta_s"] is None else f"{s['eta_s'] // 3600}:{s['eta_s'] // 60 % 60:02d} h",
-                "in the spool": "elsewhere" if None in held else f"{sum(held) / 1e6:,.1f} MB",
-                "told": "; ".join(w for w in wrong if w),
+                "left": NOTHING if s["eta_s"] is None or not runs else f"{s['eta_s'] // 3600}:{s['eta_s'] // 60 % 60:02d} h",
+                "in the spool": NOTHING if not runs else "elsewhere" if None in held else f"{sum(held) / 1e6:,.1f} MB",
+                "told": "; ".join(w for w in wrong if w) or NOTHING,
                 "written": s["updated"],
             }
         )
