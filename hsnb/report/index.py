@@ -187,8 +187,8 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "notebook": Html(f"{_link(row)}<br><small>{escape(row['title'])}</small>"),
         "status": Html(status),
-        "verdict": row["verdict"],
+        "verdict": row["verdict"] or "–",
         "parameters given": given,
-        "started (UTC)": row["started"][:19].replace("T", " "),
-        "duration": duration(row["seconds"]),
+        "started (UTC)": row["started"][:19].replace("T", " ") or "–",
+        "duration": duration(row["seconds"]) or "–",
     }
