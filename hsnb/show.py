@@ -15,6 +15,15 @@ def pairs_html(pairs: Iterable[tuple[str, Any]]) -> str:
     return "<table class='hsnb'>" + "".join(f"<tr><th style='text-align:left'>{k}</th><td>{v}</td></tr>" for k, v in rows) + "</table>"
 
 
+def token(text: str) -> str:
+    """Return a token's text as it is, one of nothing that is seen in quotes.
+
+    >>> [token(text) for text in (" the", "\\n    ", "")]
+    [' the', "'\\\\n    '", "''"]
+    """
+    return text if text.strip() else repr(text)
+
+
 def number(value: float) -> str:
     """Return a measured number in four digits, or whole from a thousand on.
 

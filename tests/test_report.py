@@ -314,12 +314,13 @@ def test_long_words_of_a_table_break_where_they_are_joined_and_numbers_do_not(tm
     cells = "<td>/home/me/models/smollm2 &lt;x&gt;</td><td>at most 1e-05</td><td>SGLANG_HS_DUMP_BOUNDARIES</td><td>short_word</td>"
     nb = executed(new.new_output("display_data", data={"text/html": f"<table><tr>{cells}</tr></table><p>/home/me/models/smollm2</p>"}))
     text = report.to_html(nb, tmp_path).replace("<wbr/>", "|")
-    assert re.findall(r"<td>(.*?)</td>", text) == [
+    assert re.findall(r"<td.*?>(.*?)</td>", text) == [
         "/home/|me/|models/|smollm2 &lt;x&gt;",
-        'at most <span class="hsnb-number">1e-05</span>',
+        'at most <span class="hsnb-whole">1e-05</span>',
         "SGLANG_|HS_|DUMP_|BOUNDARIES",
         "short_word",
     ]
+    assert '<td class="hsnb-whole">short_word</td>' in text
     assert "<p>/home/me/models/smollm2</p>" in text
 
 

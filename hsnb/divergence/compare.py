@@ -11,6 +11,7 @@ from hsnb.divergence import offsets as off
 from hsnb.divergence.measure import Distances, distances, per_token, steps
 from hsnb.divergence.pairs import Pair, bar, judge, partners
 from hsnb.divergence.states import States
+from hsnb.show import token
 from hsnb.weights import Head
 
 PLAIN = 10.0  # the norm state is found when the other one's logprobs are this many times further off
@@ -110,7 +111,7 @@ class Comparison:
         """Return where it hurts: the tokens with the largest difference and those with the largest norm."""
         import pandas as pd
 
-        return pd.DataFrame(list(self.tokens))
+        return pd.DataFrame([{**row, "token": token(row["token"])} for row in self.tokens])
 
     def plot(self, ax=None):
         """Draw numerics beside the cost of a shift."""

@@ -50,7 +50,7 @@ details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-s
 .jp-RenderedHTMLCommon table { margin: .5rem 0; table-layout: auto; }
 .jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th { overflow-wrap: normal; white-space: normal;
   vertical-align: top !important; max-width: 32rem; text-align: left !important; }
-.hsnb-number { white-space: nowrap; }
+.hsnb-whole { white-space: nowrap !important; }
 .hsnb-wide { overflow-x: auto; max-width: 100%; }
 .jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; word-break: normal !important; }
 .jp-OutputArea-output pre [class*="ansi-"] { color: inherit !important; }
@@ -63,6 +63,7 @@ details.hsnb-code > summary { cursor: pointer; font: .8rem/1.6 system-ui, sans-s
 
 # Where a phone may break the long words of a table (paths, variables), and where it may not though there is a hyphen.
 PIECES = re.compile(r"(?<=\w[_/.=,])(?=[^\W\d]|\d{4})")
+SHORT = 12  # characters: "[2, 15, 27]" and "id 30" stay in one line
 NUMBER = re.compile(r"\b\d[\d.]*e-\d+")
 LOADED = {"src", "srcset", "data", "poster", "background", "href", "xlink:href", "action", "formaction"}
 EXTERNAL = re.compile(r"\s*(?:https?:|ftp:|//)", re.I)
@@ -153,6 +154,9 @@ def _offline(page: str, folder: Path, failed_cell: str) -> str:
         summary.string = "code"
         details.insert(0, summary)
     for table in soup.select(".jp-OutputArea-output table, .jp-MarkdownOutput table"):
+        for cell in table.select("td"):
+            if len(cell.get_text()) <= SHORT:
+                cell["class"] = [*cell.get("class", []), "hsnb-whole"]
         for text in [t for cell in table.select("td, th") for t in cell.find_all(string=True)]:
             if (said := _breakable(text)) != htmllib.escape(text):
                 text.replace_with(BeautifulSoup(said, "html.parser"))
@@ -164,10 +168,10 @@ def _breakable(text: str) -> str:
     """Return a cell's text as HTML that breaks between the parts of its long words, and not within a number.
 
     >>> _breakable("/home/me/models/smollm2 <1e-05")
-    '/home/<wbr>me/<wbr>models/<wbr>smollm2 &lt;<span class="hsnb-number">1e-05</span>'
+    '/home/<wbr>me/<wbr>models/<wbr>smollm2 &lt;<span class="hsnb-whole">1e-05</span>'
     """
     words = (htmllib.escape(w) if len(w) < 18 else "<wbr>".join(map(htmllib.escape, PIECES.split(w))) for w in re.split(r"(\s+)", text))
-    return NUMBER.sub(r'<span class="hsnb-number">\g<0></span>', "".join(words))
+    return NUMBER.sub(r'<span class="hsnb-whole">\g<0></span>', "".join(words))
 
 
 def _embed(tag: Any, name: str, value: str, folder: Path) -> None:

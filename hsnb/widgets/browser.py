@@ -11,6 +11,7 @@ import torch
 from hsnb import figures
 from hsnb.errors import HsnbError
 from hsnb.health.text import decoder, text_of
+from hsnb.show import token
 from hsnb.trainers import TrainingSample
 from hsnb.widgets.explorer import Explorer, choice, table_html
 from hsnb.widgets.samples import Samples
@@ -74,11 +75,11 @@ def largest(sample: TrainingSample, states: torch.Tensor, first: int, decode, mo
     rows = []
     for size, k in zip(values.tolist(), at.tolist(), strict=True):
         row, dimension = divmod(k, states.shape[1])
-        token = decode([int(sample.token_ids[first + row])]) if sample.token_ids is not None else "unknown"
+        text = token(decode([int(sample.token_ids[first + row])])) if sample.token_ids is not None else "unknown"
         rows.append(
             {
                 "position": first + row,
-                "token": token,
+                "token": text,
                 "dimension": dimension,
                 "value": states[row, dimension].item(),
                 "times the median": size / scale,
