@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bs4 import BeautifulSoup
 
-from hsnb import figures
+from hsnb import figures, show
 from hsnb.divergence import plots
 from hsnb.divergence.compare import Comparison
 from hsnb.drafter import figures as drafters
@@ -32,6 +32,16 @@ HSNB = Path(figures.__file__).parent
 @pytest.mark.parametrize("result", [Server, ProbeResult, Dump, Comparison, Plan, ShardResult], ids=lambda c: c.__name__)
 def test_a_result_has_a_table_and_a_figure(result):
     assert callable(result._repr_html_) and callable(result.plot)
+
+
+def test_nothing_to_say_is_said():
+    """A setting that is not set, a token of spaces alone; and a large number is written whole."""
+    page = show.pairs_html([("spool", ""), ("context", None), ("env", {}), ("port", 0), ("<k>", "<v>")])
+    cells = [cell.text for cell in BeautifulSoup(page, "html.parser").select("td")]
+    assert cells == ["(not set)", "(not set)", "(not set)", "0", "<v>"]
+    assert [show.token(text) for text in (" the", "\n  ", "")] == [" the", "'\\n  '", "''"]
+    assert [show.number(v) for v in (0.123456, 24731.2, -2500.0, 3.1e-7, 4e12)] == ["0.1235", "24,731", "-2,500", "3.1e-07", "4e+12"]
+    assert Comparison.token_frame(SimpleNamespace(tokens=({"token": " ", "largest": 1.0},)))["token"].tolist() == ["' '"]
 
 
 def test_no_table_of_a_result_has_colours_of_its_own():
