@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
@@ -147,6 +148,7 @@ def validate(notebook: str | Path, scope: Mapping[str, Any]) -> Parameters:
     """
     import pandas as pd
 
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # "retry_scheduled", in red; what was retried in vain is told by its error
     pd.set_option("display.max_colwidth", None, "display.precision", 4)  # tables are read whole, and four digits are enough
     return check(notebook, {key: scope[key] for key in declared(notebook) if key in scope})
 

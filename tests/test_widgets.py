@@ -181,7 +181,7 @@ def running(data: Path, state: str = "running", done: int = 3) -> None:
 def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
     async def look():
         running(tmp_path)
-        explorer = widgets.monitor(tmp_path, seconds=0.05)
+        explorer = widgets.monitor(tmp_path, seconds=0.05, quiet=1.0)
         first = explorer.html
         assert "<img" not in first and "tokens/s in the last minute" not in first  # one look is neither a curve nor a rate
         running(tmp_path, "running", 5)
@@ -190,9 +190,12 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
             if explorer.html != first and "5 samples" in explorer.html:
                 break
         later = explorer.html
-        running(tmp_path, "done", 8)
+        running(tmp_path, "whole", 5)
+        await asyncio.sleep(0.3)
+        assert not explorer._task.done()  # between two shards nothing runs
+        running(tmp_path, "whole", 8)
         await asyncio.wait_for(explorer._task, 20)
-        assert "8 samples" in explorer.html and "in the last minute" not in explorer.html
+        assert "8 samples" in explorer.html
         running(tmp_path, "done", 7)
         explorer.again.click()
         return first, later, explorer.html
@@ -200,7 +203,7 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
     first, later, last = asyncio.run(look())
     assert "3 samples, 300 tokens, 0.01 GB published" in first
     assert "disk full in 3 h" in first
-    assert "1:02 h" in first
+    assert "1:02 h" in first and ">0 of 16<" in first
     assert "5 samples, 500 tokens" in later and "tokens/s in the last minute" in later
     assert "Tokens published." in re.search(r'<img alt="([^"]*)"', later)[1]
     assert "8 samples, 800 tokens" in last and "7 of 8" in last

@@ -40,6 +40,7 @@ TEMPLATE = """{% extends 'lab/index.html.j2' %}
 
 NOTEBOOK_CSS = """
 body { max-width: 72rem; margin: 0 auto; padding: 1rem; background: var(--jp-layout-color0); color: var(--jp-content-font-color1); }
+.hsnb-error { font: 1rem/1.5 system-ui, sans-serif; }
 img, svg { max-width: 100%; height: auto; }
 .jp-RenderedImage img, .jp-RenderedSVG img { background: #fff; }
 .jp-InputPrompt, .jp-OutputPrompt, .jp-InputCollapser, .jp-OutputCollapser { display: none; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from html import escape
@@ -16,6 +17,7 @@ from hsnb.paths import default_spool, run_dir
 from hsnb.tally import tally
 from hsnb.widgets.explorer import Explorer, table_html
 
+SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
 FOLLOWED = ("running", "paused")  # states of a run that may still change
 MOST = 500  # points of the figure
 NOTHING = "–"  # in a cell that has nothing to say
@@ -36,19 +38,23 @@ class Seen:
         return (tokens - first[1]) / (now - first[0]) if now > first[0] else 0.0
 
 
-def monitor(run: str | Path, seconds: float = 5.0) -> Explorer:
-    """Follow the extraction of outputs/{run} (or of a data set's folder); drawn again every `seconds` while something runs."""
+def monitor(run: str | Path, seconds: float = 5.0, quiet: float = 600.0) -> Explorer:
+    """Follow the extraction of outputs/{run} (or of a data set's folder); drawn again every `seconds`.
+
+    It ends when nothing has run for `quiet` seconds: the next shard's run begins a while after the last one's end.
+    """
     data = Path(run) if isinstance(run, Path) or "/" in str(run) else run_dir(run, make=False) / "data"
     data = data / "data" if (data / "data").is_dir() else data
-    seen, last = Seen(), {"running": True}
+    seen, last = Seen(), {"ran": time.monotonic()}
 
     def draw() -> str:
         shards = statuses(data)
         now = tally(data)
         rate = seen.add(now.tokens)
-        last["running"] = any(s["state"] in FOLLOWED for s in shards) or not shards
+        if any(s["state"] in FOLLOWED for s in shards) or not shards:
+            last["ran"] = time.monotonic()
         head = f"<p><b>{now.samples:,} samples, {now.tokens:,} tokens, {now.bytes / 1e9:,.2f} GB published</b>, "
-        pace = f"; {rate:,.0f} tokens/s in the last minute" if last["running"] and len(seen.points) > 1 else ""
+        pace = f"; {rate:,.0f} tokens/s in the last minute" if len(seen.points) > 1 else ""
         head += f"{now.owed:,} owed{pace}; {escape(str(data.resolve()))}</p>"
         if not shards:
             return head + "<p>No run has written its status here yet.</p>"
@@ -57,7 +63,7 @@ def monitor(run: str | Path, seconds: float = 5.0) -> Explorer:
             return head
         return head + figures.image(figures.published([p[0] for p in seen.points], [p[1] for p in seen.points]).figure)
 
-    return Explorer({}, draw, again="look again").follow(seconds, until=lambda: not last["running"])
+    return Explorer({}, draw, again="look again").follow(seconds, until=lambda: time.monotonic() - last["ran"] > quiet)
 
 
 def statuses(data: Path) -> list[dict[str, Any]]:
@@ -82,7 +88,7 @@ def frame(shards: list[dict[str, Any]], spool_bytes: Callable[[str], int | None]
         wrong = [s["reason"], s["disk"], *(server["error"] for server in s["servers"])]
         rows.append(
             {
-                "shard": s["name"],
+                "shard": f"{int(m[1])} of {int(m[2])}" if (m := SHARD.fullmatch(s["name"])) else s["name"],
                 "state": s["state"],
                 "published": f"{s['published']:,} of {s['samples']:,}",
                 "owed": s["owed"],
