@@ -3,7 +3,8 @@
 python -m benchmarks.screenshots outputs/demo [outputs/shards]   # runs that are there already; nothing is run or made up here
 
 The first run needs 00_server to 04_handoff and its data set; a second one's index is taken as `shards`. One picture a page is
-kept in docs/figures/pages; --raw DIR keeps the four that it is made of, in full size.
+kept in docs/figures/pages; --raw DIR keeps the four that it is made of, in full size. With --only explorer-monitor it is best taken
+while the run's 03_extract is at work.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def look(width: int, dark: bool) -> str:
 def pages(run: Path, shards: Path | None) -> dict[str, Path]:
     """Return {name: page} of the runs; one shard's page stands for all of them."""
     found = {file.stem: file for file in sorted(run.glob("0[0-4]_*.html")) if "-shard-" not in file.stem}
-    found |= {"03_extract": next(iter(sorted(run.glob("03_extract-shard-*.html"))))}
+    found |= {"03_extract": file for file in sorted(run.glob("03_extract-shard-*.html"))[:1]}
     found |= {name: run / f"{name}.html" for name in ("index", "health") if (run / f"{name}.html").exists()}
     if shards is not None:
         found["shards"] = shards.resolve() / "index.html"

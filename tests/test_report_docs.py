@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import render_errors
+from benchmarks.screenshots import EXPLORERS
 from hsnb import errors
 from hsnb.dumps import open_dump
 from hsnb.patch.spool import LAYOUTS, bits
@@ -38,6 +39,13 @@ def test_every_error_class_has_its_section_and_its_places():
     assert "| boundaries {given} | each boundary once |" in page
     found = render_errors.sites(set(known))
     assert {site.name for site in found} == set(known)
+
+
+def test_every_picture_of_the_pages_is_there_and_is_shown():
+    shown = dict(re.findall(r"!\[[^\]]{20,}\]\((figures/pages/(.+?)\.png)\)", (DOCS / "pages.md").read_text()))
+    notebooks = {path.stem for path in (DOCS.parent / "notebooks").glob("*.ipynb")}
+    assert set(shown.values()) == notebooks | set(EXPLORERS) | {"index", "shards", "failed", "health"}
+    assert {path.relative_to(DOCS).as_posix() for path in (DOCS / "figures" / "pages").iterdir()} == set(shown)
 
 
 def schema(title: str) -> dict:
