@@ -75,7 +75,8 @@ def look(width: int, dark: bool) -> str:
 def pages(run: Path, shards: Path | None) -> dict[str, Path]:
     """Return {name: page} of the runs; one shard's page stands for all of them."""
     found = {file.stem: file for file in sorted(run.glob("0[0-4]_*.html")) if "-shard-" not in file.stem}
-    found |= {"03_extract": file for file in sorted(run.glob("03_extract-shard-*.html"))[:1]}
+    if shard_pages := sorted(run.glob("03_extract-shard-*.html")):
+        found["03_extract"] = shard_pages[0]
     found |= {name: run / f"{name}.html" for name in ("index", "health") if (run / f"{name}.html").exists()}
     if shards is not None:
         found["shards"] = shards.resolve() / "index.html"
