@@ -1,15 +1,18 @@
 """The real speculators code in its own environment: what it trains, what it drafts, what it drops, and how it ends."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hsnb.drafter import train as train_module
 from hsnb.drafter.accept import accept
 from hsnb.drafter.config import read_drafter
 from hsnb.drafter.convert import convert
@@ -115,6 +118,26 @@ def test_a_killed_parent_leaves_no_training(tmp_path, states, driver):
     parent.stdout.close()
     gone, alive = psutil.wait_procs([child], timeout=20)
     assert gone and not alive, "the driver outlives its parent"
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
+def test_muon_in_float32_is_muon(shape, monkeypatch):
+    """torch's own iterations, less its rounding to bfloat16; the path that a CPU without bfloat16 takes."""
+    import torch.optim._muon as muon
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the module sets it
+    monkeypatch.setattr(muon, "_zeropower_via_newtonschulz", own := muon._zeropower_via_newtonschulz)
+    inside = runpy.run_path(str(Path(train_module.__file__).with_name("driver.py")))
+    grad, how = torch.randn(shape, generator=torch.Generator().manual_seed(0)), ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+    inside["muon_in_float32"]()
+    found, expected = muon._zeropower_via_newtonschulz(grad, *how), own(grad, *how).float()
+    assert found.dtype == torch.float32 and found.shape == shape
+    assert 0 < (found - expected).norm() / expected.norm() < 0.03
+    assert torch.linalg.svdvals(found).min() > 0.4 and torch.linalg.svdvals(found).max() < 1.4
+    step = torch.nn.Parameter(torch.zeros(shape))
+    step.grad = grad
+    torch.optim.Muon([step], lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False).step()
+    assert torch.allclose(step / step.norm(), -found / found.norm(), atol=1e-6)  # torch's optimizer takes it
 
 
 def test_without_the_environment(tmp_path, monkeypatch):
