@@ -142,7 +142,7 @@ def test_the_health_explorer_has_the_figures_of_the_page(folder):
 def test_the_divergence_explorer_reads_what_a_run_saved(tmp_path):
     (tmp_path / "divergence.json").write_text(json.dumps(RECORD))
     explorer = widgets.divergence(tmp_path)
-    assert explorer.controls["pair"].options == ("SGLang on vLLM, through hsnb", "SGLang on vLLM, each by its own setting")
+    assert explorer.controls["pair"].options == ("through hsnb", "each by its own setting")
     explorer.controls["view"].value = "one boundary"
     explorer.controls["boundary"].value = "B_1"
     assert "best fit: id 2" in alts(explorer)[0]

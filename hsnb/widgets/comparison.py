@@ -78,9 +78,9 @@ def _saved(source: str | Path) -> tuple[Any, dict[str, dict[str, Any]]]:
         a=c["a"], b=c["b"], dtype=c["dtype"], tokens=c["tokens"], boundaries=[SimpleNamespace(**b) for b in c["boundaries"]],
         found=SimpleNamespace(tokens=sum(t["position"] > 0 for t in c["tokens"])),
     )  # fmt: skip
-    pairs = {f"{c['a']} on {c['b']}, through hsnb": {**c["map"], "a": c["a"], "b": c["b"]}}
+    pairs = {"through hsnb": {**c["map"], "a": c["a"], "b": c["b"]}}
     if own := record.get("own_map"):
-        pairs[f"{own['a']} on {own['b']}, each by its own setting"] = own
+        pairs["each by its own setting"] = own  # short: a list cuts long words, and the axes name the engines
     for maps in pairs.values():
         maps["matrices"] = {"relative L2": np.asarray(maps["relative_l2"], dtype=float)}
     return comparison, pairs
