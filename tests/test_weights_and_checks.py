@@ -1,6 +1,7 @@
 """The head read from a checkpoint, and the checks of a dump, on the tiny model's real files."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from hsnb.checks import Asked, dump_checks, require
 from hsnb.demo import model_folder
 from hsnb.dumps import open_dump
 from hsnb.errors import DumpError, ModelError
-from hsnb.weights import Head
+from hsnb.weights import Head, weights_hash
 from tests.reference import boundaries, model
 
 
@@ -93,3 +94,21 @@ def test_each_damage_fails_its_check(change, name, value, dumped):
     assert (checks[name].ok, checks[name].value) == (False, value)
     with pytest.raises(DumpError, match=r"row 17: .*Next: do this"):
         require(list(checks.values()), "row 17", "do this")
+
+
+def test_weights_are_known_by_what_they_hold_and_not_by_when_they_were_copied(tmp_path):
+    """Two machines' copies are one model; a training that keeps sizes and header is another."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    (a / "config.json").write_text("{}")
+    save_file({"w": torch.randn(1 << 20)}, a / "model.safetensors")
+    shutil.copytree(a, b)
+    os.utime(b / "model.safetensors", (1, 1))
+    assert weights_hash(a) == weights_hash(b)
+    with open(b / "model.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"!")
+    changed = weights_hash(b)
+    assert changed != weights_hash(a)
+    (b / "config.json").write_text("{ }")
+    assert weights_hash(b) not in (changed, weights_hash(a))

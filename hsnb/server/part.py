@@ -42,7 +42,7 @@ class ServerPart:
         """Return this part's ranks and port, and what its weights are known by, for the first node to compare."""
         from hsnb.weights import weights_hash  # it imports torch
 
-        return {"ranks": self.ranks, "port": self.made.port, "weights": weights_hash(self.model, times=False)}
+        return {"ranks": self.ranks, "port": self.made.port, "weights": weights_hash(self.model)}
 
     def news(self, wait_s: float = 0.5) -> dict[str, Any]:
         """Return `files`, those that are new for the first node's spool (name: content), and `gone`: why this part has ended, or "".

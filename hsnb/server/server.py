@@ -83,7 +83,7 @@ class Server:
             if link:
                 from hsnb.weights import weights_hash  # it imports torch
 
-                weights = weights_hash(paths.resolve(deployment.model_path()), times=False)
+                weights = weights_hash(paths.resolve(deployment.model_path()))
                 link.begin(deployment.model_dump(), spool, weights, on_loss=supervisor.terminate)
 
             def lives() -> bool:
