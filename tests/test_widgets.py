@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -178,10 +179,13 @@ def running(data: Path, state: str = "running", done: int = 3) -> None:
         ledger.enter([entry(k, tokens=100, bytes=5_000_000) for k in range(done)])
 
 
-def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
+def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("hsnb.widgets.extraction.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
     async def look():
         running(tmp_path)
-        explorer = widgets.monitor(tmp_path, seconds=0.05, quiet=1.0)
+        explorer = widgets.monitor(tmp_path, seconds=0.05, quiet=60.0)
         first = explorer.html
         assert "<img" not in first and "tokens/s in the last minute" not in first  # one look is neither a curve nor a rate
         running(tmp_path, "running", 5)
@@ -194,6 +198,7 @@ def test_the_monitor_follows_a_run_that_another_process_writes(tmp_path):
         await asyncio.sleep(0.3)
         assert not explorer._task.done()  # between two shards nothing runs
         running(tmp_path, "whole", 8)
+        clock[0] += 61
         await asyncio.wait_for(explorer._task, 20)
         assert "8 samples" in explorer.html
         running(tmp_path, "done", 7)
