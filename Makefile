@@ -101,6 +101,7 @@ test-fast: setup  ## seconds: no engine, no notebook
 	$(BIN)/python -m pytest -m "not engine and not notebook"
 
 test-engines: export HSNB_TEST_FAMILIES := all
+test-engines: export HSNB_TEST_NODES := all
 test-engines: setup setup-ray setup-engines setup-vllm setup-trainers  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
 	$(BIN)/python -m pytest -m "engine or notebook"
 	for version in $(OLDER); do .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done

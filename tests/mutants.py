@@ -207,10 +207,11 @@ def _twice(sane, self, request, part):
 def _by_reference(sane, self, request, part):
     """Keep views of one place until the prompt is whole, as a capture without a copy would."""
     self.kept = getattr(self, "kept", {})
-    self.kept.setdefault(part.key, []).append(part)
+    self.kept.setdefault(part.key, []).append((part, _rows(self, request, part)[1].copy()))
     if part.start + part.n >= request.num_tokens:
-        for earlier in self.kept.pop(part.key):
-            sane(self, request, earlier._replace(states_at=part.states_at))  # all of them where the last rows are
+        for earlier, ids in self.kept.pop(part.key):
+            states, _ = _rows(self, request, earlier._replace(states_at=part.states_at))  # all of them where the last rows are
+            request.put(earlier.start, states, ids, earlier.goes_on)
 
 
 def _too_soon(sane, self, request, part):
