@@ -23,7 +23,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.bare import Req
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
 from benchmarks.others import META
@@ -64,6 +63,14 @@ def main(argv: list[str] | None = None) -> int:
     result.write(args.out / FILE)
     print(result.model_dump_json(indent=1))
     return 0
+
+
+class Req:
+    """What the capture reads of SGLang's request."""
+
+    def __init__(self, rid: str, tokens: int):
+        self.rid, self.origin_input_ids, self.output_ids = rid, range(tokens), []
+        self.to_finish = self.finished_reason = None
 
 
 def scheduler(memory: Path, disk: Path) -> Iterator[Part]:
