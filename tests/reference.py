@@ -13,7 +13,8 @@ from hsnb.demo import model_folder
 @functools.cache
 def model(name: str, dtype: torch.dtype = torch.float32):
     torch.set_num_threads(2)
-    return AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype, attn_implementation="eager").eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # torch's grouped product has no float64
+    return AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype, **eager).eval()
 
 
 @torch.no_grad()
