@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,23 +119,24 @@ def test_a_part_hands_over_what_its_ranks_armed_and_said(part):
     file = armed_file(spool, rank=1, port=31001)
     (spool / f"{STEM}.rank-1.json").write_text('{"rank": 1}')
     (spool / "receipt.json").write_text("{}")
-    first = part.news(0)
+    first = part.news(0, 0)
     assert (sorted(first["files"]), first["gone"]) == ([f"{STEM}.rank-1.json", "armed-1.json"], "")
-    assert part.news(0) == {"files": {}, "gone": ""} and not (spool / f"{STEM}.rank-1.json").exists()
+    assert part.news(0, 0) == first, "an answer that was lost on its way is not given again"
+    assert part.news(1, 0) == {"number": 1, "files": {}, "gone": ""} and not (spool / f"{STEM}.rank-1.json").exists()
     file.count("warmup")
-    assert json.loads(part.news(0)["files"]["armed-1.json"])["counts"] == {"captured": 0, "warmup": 1}
+    assert json.loads(part.news(1, 0)["files"]["armed-1.json"])["counts"] == {"captured": 0, "warmup": 1}
     part.made.supervisor.code = 1
-    assert "its launcher has ended: the GPU's memory is too small" in part.news(0)["gone"]
+    assert "its launcher has ended: the GPU's memory is too small" in part.news(2, 0)["gone"]
 
 
 def test_a_parts_refusal_without_a_rank_is_not_taken_for_the_first_nodes(part):
     refuse(part.made.spool, "SGLang 0.5.16")
-    assert json.loads(part.news(0)["files"]["armed-1.json"])["rank"] == 1
+    assert json.loads(part.news(0, 0)["files"]["armed-1.json"])["rank"] == 1
 
 
 def test_a_rank_that_has_ended_is_the_end_of_its_part(part):
     armed_file(part.made.spool, rank=1, pid_created=1.0)
-    assert f"rank 1 (process {os.getpid()}) has ended" in part.news(0)["gone"]
+    assert f"rank 1 (process {os.getpid()}) has ended" in part.news(0, 0)["gone"]
 
 
 class Played:
@@ -147,13 +150,13 @@ class Played:
             raise self.error
         return {"ranks": [node_rank], "port": 31001, "weights": self.weights}
 
-    def news(self):
+    def news(self, heard):
         if not self.said:
             threading.Event().wait(0.01)
-            return {"files": {}, "gone": ""}
+            return {"number": heard, "files": {}, "gone": ""}
         if isinstance(self.said[0], Exception):
             raise self.said[0]
-        return self.said.pop(0)
+        return {"number": heard + 1, **self.said.pop(0)}
 
     def stop(self):
         self.stopped = True
@@ -234,6 +237,26 @@ def test_the_loss_of_a_part_ends_the_server(tmp_path, news, words):
     with pytest.raises(ServerError, match=rf"a server over several nodes has lost node 10\.0\.0\.2: .*{words}"):
         link.check()
     assert list((tmp_path / "spool").glob("armed*")) == []
+
+
+def test_a_full_spool_of_the_first_node_is_no_loss_of_the_other(tmp_path, monkeypatch):
+    """What it handed over is written when there is room again."""
+    write, full = Path.write_bytes, []
+
+    def no_room(path, content):
+        if len(full) < 3:
+            full.append(path)
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    link = begun(tmp_path / "spool", Played({"files": {"armed-1.json": b"{}"}, "gone": ""}))
+    until = time.monotonic() + 10
+    while not (tmp_path / "spool" / "armed-1.json").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (tmp_path / "spool" / "armed-1.json").read_bytes() == b"{}" and len(full) == 3
+    link.check()
+    link.end()
 
 
 def test_a_part_that_does_not_start_and_one_with_other_weights_are_named(tmp_path):

@@ -55,8 +55,8 @@ class Here:
         self.part = ServerPart(told, Part(node_rank, address), self.folder)
         return self.part.about()
 
-    def news(self) -> dict:
-        return self.part.news()
+    def news(self, heard: int) -> dict:
+        return self.part.news(heard)
 
     def stop(self) -> None:
         if self.part:

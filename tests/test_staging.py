@@ -1,5 +1,6 @@
 """Dumps verified and staged in processes of their own: the same files, the same errors, nothing left behind. No engine."""
 
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,8 +15,9 @@ from hsnb.checks import Asked
 from hsnb.errors import DumpError, ExtractError
 from hsnb.extract import staging
 from hsnb.extract.faults import disk_full
-from hsnb.extract.output import Output
+from hsnb.extract.output import Committer, Output
 from hsnb.extract.staging import Stagers, Task
+from hsnb.ledger import Entry, Ledger
 from tests.stub import StubServer, make_data
 from tests.test_extract import files, spooled
 from tests.test_publish_moved import dumped
@@ -89,6 +91,43 @@ def test_a_whole_shard_by_processes(tmp_path, monkeypatch):
     result = extract.run(server, data)
     assert (result.samples, result.failed) == (24, {}) and len(files(data)) == 24 and spooled(server) == []
     assert ours() == []
+
+
+def test_without_a_process_to_be_had_the_thread_does_it(stagers, tmp_path, monkeypatch):
+    def refused(*_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(staging, "_Process", refused)
+    path, _ = dumped(tmp_path / "spool")
+    assert stagers.stage(task(path)).file.endswith("hs_7.safetensors") and ours() == []
+
+
+@pytest.mark.parametrize("after_the_move", [False, True])
+def test_a_commit_that_fails_once_is_tried_again_and_the_engine_is_not_asked_again(tmp_path, monkeypatch, after_the_move):
+    """The dump itself was moved to the staging folder, or to its name already: there is none to stage again."""
+    method, failed = ("enter" if after_the_move else "note_moves"), []
+    real = getattr(Ledger, method)
+
+    def hiccup(self, entries):
+        if not failed:
+            failed.append(1)
+            raise sqlite3.OperationalError("disk I/O error")
+        return real(self, entries)
+
+    monkeypatch.setattr(Ledger, method, hiccup)
+    data, server = make_data(tmp_path / "data", [5 + n % 7 for n in range(6)]), StubServer(tmp_path)
+    result = extract.run(server, data)
+    assert (result.samples, result.failed) == (6, {}) and failed and len(files(data)) == 6
+    assert len([rid for rid in server.asked if "canary" not in rid]) == 6
+
+
+def test_a_thread_that_comes_too_late_is_refused_and_not_left_waiting(tmp_path):
+    with Ledger(tmp_path / "x.sqlite", {}) as ledger:
+        committer = Committer(ledger, output(tmp_path / "out"))
+        committer.close()
+        entry = Entry(7, "hsnb-7", "0", 5, "hidden_states/hs_7.safetensors", 1, "0", "[2]", "pre", "bfloat16", 1, 0.1, "http://stub", "now")
+        with pytest.raises(ExtractError, match="row 7 was verified after the run had ended"):
+            committer.commit(entry)
 
 
 def test_a_killed_client_leaves_no_process(tmp_path):

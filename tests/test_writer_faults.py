@@ -17,6 +17,7 @@ from hsnb.collect import collect
 from hsnb.dumps import list_dumps
 from hsnb.errors import CaptureError
 from hsnb.patch import ring as rings
+from hsnb.patch.armed import Armed, ArmedFile, read_armed
 from hsnb.patch.batch import States
 from hsnb.patch.ring import Ring
 from hsnb.patch.scribe import Scribe
@@ -182,6 +183,60 @@ with pytest.MonkeyPatch.context() as patch:
     scheduler.stdout.close()
     process.wait(10)
     assert list(tmp_path.glob(".*.tmp")) == [] and len(list_dumps(tmp_path)) == 1
+
+
+def test_rows_that_come_while_the_end_of_the_process_is_still_being_told_cost_no_part_of_the_ring(tmp_path, monkeypatch):
+    """A chunk of a prompt that is lost already, and not yet known to be: its piece has no user."""
+    capture, go = made(tmp_path, monkeypatch), threading.Event()
+    failed = capture.writer.failed
+    capture.writer.failed = lambda *args: (go.wait(10), failed(*args))
+    long = req("hsnb-long", 90)
+    run(capture, (long, 0, 30))
+    capture.writer.settle()
+    (first,) = children()
+    first.kill()
+    until = time.monotonic() + 10
+    while not capture.writer._process.dead and time.monotonic() < until:
+        time.sleep(0.01)
+    run(capture, (long, 30, 60))
+    assert [p for p in children() if p.is_running()], "another one was started for it"
+    go.set()
+    capture.writer.settle()
+    for n in range(30):  # more than the ring holds
+        run(capture, (req(f"hsnb-{n}", 160), 0, 160))
+    capture.writer.settle()
+    counts, failures = said(capture)
+    assert counts.pop("ring_full_ms", 0) >= 0 and counts == {"captured": 30, "failed": 1} and failures[0].startswith("hsnb-long: ")
+    assert not capture.writer.ring._slots
+
+
+def test_an_armed_file_that_cannot_be_written_is_nobodys_end(tmp_path, monkeypatch):
+    """Not the model's, whose answer is as ever, and not the threads': what comes after it is captured and told."""
+    capture = made(tmp_path, monkeypatch)
+    run(capture, (req("hsnb-before", 5), 0, 5))
+    capture.writer.settle()
+    update = capture.armed.update
+    capture.armed.update = lambda: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    taken = tmp_path / f"{file_stem('hsnb-taken')}.safetensors"
+    (taken / "x").mkdir(parents=True)
+    result = run(capture, (req("hsnb-taken", 5), 0, 5), (req("other", 3), 0, 3))
+    assert result[:5, 0].tolist() == [11.0, 12.0, 13.0, 14.0, 15.0]
+    capture.writer.settle()
+    capture.armed.update = update
+    run(capture, (req("hsnb-after", 5), 0, 5))
+    capture.writer.settle()
+    assert_right(tmp_path, "hsnb-after", 5)
+    assert said(capture)[0]["captured"] == 2 and len(children()) == 1 and not capture.writer.ring._slots
+
+
+def test_as_many_failures_are_kept_as_a_client_has_in_flight(tmp_path):
+    file = ArmedFile(tmp_path, Armed(state="armed"))
+    ids = [f"hsnb-shard-0004-of-0016-0a1b2c3d-{n}-1" for n in range(256)]
+    for rid in ids:
+        file.fail(rid, "OSError: [Errno 28] No space left on device")
+    file.fail("hsnb-\ud800", "a name that is no text")  # as JSON may have it
+    assert [f["request_id"] for f in read_armed(tmp_path)[0].failures] == [*ids, "hsnb-\ud800"]
+    assert len(file_stem("hsnb-\ud800")) == 32
 
 
 def children() -> list[psutil.Process]:

@@ -56,9 +56,9 @@ class PartActor:
         self.part = ServerPart(own, Part(node_rank, address), paths.run_dir(self.run_name))
         return self.part.about()
 
-    def news(self) -> dict[str, Any]:
+    def news(self, heard: int) -> dict[str, Any]:
         """Return what is new (ServerPart.news)."""
-        return self.part.news()
+        return self.part.news(heard)
 
     def stop(self) -> None:
         """Stop the part, when it was started."""

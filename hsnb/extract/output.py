@@ -19,6 +19,7 @@ import torch
 
 from hsnb.checks import Faults
 from hsnb.dumps import Dump
+from hsnb.errors import ExtractError
 from hsnb.ledger import FOLDER, Entry, Ledger
 from hsnb.params import Deployment
 from hsnb.paths import write_json
@@ -69,11 +70,23 @@ class Output:
         return self.layout.publish(self.staging, row, dump, loss_mask, judge)
 
     def move(self, entries: Sequence[Entry]) -> None:
-        """Move staged files to their names and make the moves durable."""
+        """Move staged files to their names and make the moves durable; one that was moved when this failed before stays there."""
         for entry in entries:
+            if self.holds(entry.file, entry.bytes):
+                continue
             os.replace(self.staging / entry.file, self.folder / entry.file)
         for parent in {(self.folder / e.file).parent for e in entries}:
             sync_folder(parent)
+
+    def staged(self, file: str, size: int) -> bool:
+        """Say whether a file that was staged is still there, or at its name already."""
+        return (self.staging / file).exists() or self.holds(file, size)
+
+    def holds(self, file: str, size: int) -> bool:
+        """Say whether a staged file has been moved: what no ledger knows was set aside in the beginning, so it is this run's."""
+        with contextlib.suppress(OSError):
+            return not (self.staging / file).exists() and (self.folder / file).stat().st_size == size
+        return False
 
     def end(self) -> None:
         """Remove the staging folder; the one above it too when no other writer works."""
@@ -109,12 +122,21 @@ class Committer(threading.Thread):
         super().__init__(name="hsnb-committer", daemon=True)
         self.ledger, self.output = ledger, output
         self._queue: queue.SimpleQueue[tuple[Entry, Future] | None] = queue.SimpleQueue()
+        self._closing, self._closed = threading.Lock(), False
         self.start()
 
     def commit(self, entry: Entry) -> None:
-        """Return when `entry`'s staged file is at its name and entered. Raises what the disk or the ledger raised."""
+        """Return when `entry`'s staged file is at its name and entered. Raises what the disk or the ledger raised, ExtractError once closed."""
         future: Future = Future()
-        self._queue.put((entry, future))
+        with self._closing:
+            if self._closed:  # a thread that was still at its disk when the run had waited long enough
+                raise ExtractError(
+                    got=f"row {entry.row} was verified after the run had ended",
+                    expected="the end of a run after its threads'",
+                    likely="a disk that takes longer than the run waits when it is stopped",
+                    next="run the same shard again: the row is asked for again",
+                )
+            self._queue.put((entry, future))
         future.result()
 
     def run(self) -> None:
@@ -143,7 +165,9 @@ class Committer(threading.Thread):
 
     def close(self) -> None:
         """Finish what was handed in, and end."""
-        self._queue.put(None)
+        with self._closing:
+            self._closed = True
+            self._queue.put(None)
         self.join()
 
 

@@ -46,11 +46,12 @@ class Publisher:
         """
         armed = server.armed[0]
         asked = Asked(token_ids, tuple(armed.boundaries), armed.final, armed.hidden_size, armed.dtype)
-        task = Task(row, path, asked, self.loss_mask(row))
+        task, staged = Task(row, path, asked, self.loss_mask(row)), None
         try:
             for trial in stamina.retry_context(on=self._again, attempts=DISK_TRIES, timeout=None, wait_initial=0.5, wait_jitter=0):
                 with trial:
-                    staged = self._with_room(pause, self.stagers.stage, task)
+                    if staged is None or not self.output.staged(staged.file, staged.bytes):  # the dump itself may have been moved there
+                        staged = self._with_room(pause, self.stagers.stage, task)
                     entry = Entry(
                         row, rid, ids_hash(token_ids), len(token_ids), *staged, json.dumps(list(armed.boundaries)), self.output.layout.final,
                         self.output.dtype, attempt, round(time.monotonic() - since, 3), server.url, now(),

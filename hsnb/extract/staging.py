@@ -7,6 +7,7 @@ cores' work on short prompts (docs/performance.md). A process costs 300 MB and t
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ from hsnb.dumps import open_dump
 from hsnb.errors import DumpError
 from hsnb.extract.output import Output
 
+log = logging.getLogger(__name__)
 CORES = 8  # with so many processes pay
 _NICE = 5  # where cores are short the engine goes first
 _PR_SET_PDEATHSIG = 1  # of Linux
@@ -71,10 +73,9 @@ class Stagers:
         """Raises as `stage`, and DumpError when the process ended: the next dump has another."""
         if not self.processes:
             return stage(self.output, task)
-        process = getattr(self._own, "process", None)
+        process = getattr(self._own, "process", None) or self._start()
         if process is None:
-            process = self._own.process = _Process(self.output)
-            self._all.append(process)
+            return stage(self.output, task)
         try:
             return process.ask(task)
         except EOFError:
@@ -85,6 +86,19 @@ class Stagers:
                 likely="it was killed, or the machine has no memory left",
                 next="the sample is asked for again",
             ) from None
+
+    def _start(self) -> _Process | None:
+        """Start this thread's process; None when the system gives none: the thread then does the work itself."""
+        for ended in [p for p in self._all if p.ended()]:  # of threads that are gone
+            self._all.remove(ended)
+            ended.close()
+        try:
+            self._own.process = _Process(self.output)
+        except OSError as error:
+            log.warning(f"no process to verify dumps could be started ({error}): they are verified in a thread")
+            return None
+        self._all.append(self._own.process)
+        return self._own.process
 
     def close(self) -> None:
         """End the processes."""
@@ -113,6 +127,10 @@ class _Process:
         if isinstance(done, BaseException):
             raise done from cause  # what a full disk is known by
         return done
+
+    def ended(self) -> bool:
+        """Say whether it has ended."""
+        return self._popen.poll() is not None
 
     def close(self) -> int:
         """End the process and return its status."""

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 ARMED_FORMAT = 1
-MAX_FAILURES = 64  # the latest ones; `counts` has the sum
+MAX_FAILURES = 512  # more than a client has in flight: the latest ones; `counts` has the sum
 RING_FULL = "ring_full_ms"  # the one count that is none of requests: how long forwards waited for the writer's ring
 CAPTURED = "captured"
-_ROOM = 48 * 1024  # bytes for counts and failures
+_ROOM = 192 * 1024  # bytes for counts and failures
 _DIGITS = 20  # bytes for the number of dumps
 
 
@@ -97,7 +97,7 @@ class ArmedFile:
         """Write the present counts and failures, the oldest left out if they would outgrow their room; JSON allows padding."""
         while True:
             counts = "".join(f", {json.dumps(what)}: {n}" for what, n in self.armed.counts.items() if what != CAPTURED)
-            tail = f'{counts}}}, "failures": {json.dumps(self.armed.failures, ensure_ascii=False)}}}'.encode()
+            tail = f'{counts}}}, "failures": {json.dumps(self.armed.failures)}}}'.encode()
             if len(tail) <= _ROOM:
                 break
             del self.armed.failures[0]

@@ -8,11 +8,13 @@ does not come out of the loop: it is the final norm's input, x + residual.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import torch
 
@@ -30,6 +32,15 @@ from hsnb.patch.writer import File, Writer
 log = logging.getLogger("sglang.hsnb")
 _MAX_KNOWN = 65536
 _AUTOMATIC_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@contextlib.contextmanager
+def never_the_models() -> Iterator[None]:
+    """Log what keeps the armed file from being written (a disk that is dead or full): the forward and the threads go on."""
+    try:
+        yield
+    except Exception:
+        log.exception("hsnb: armed-0.json could not be written")
 
 
 class Capture:
@@ -240,7 +251,8 @@ class Capture:
             if files and (waited := self.writer.add(files, columns, ids)):
                 self.count(RING_FULL, max(1, round(waited * 1000)))
         except Exception as error:
-            self.fail([r for _, r in files], f"{type(error).__name__}: {error}")
+            late = [r for file, r in files if file.next_row < self.lengths[r.request_id].tokens]  # the others were handed over whole
+            self.fail(late, f"{type(error).__name__}: {error}")
         for file, r in files:
             if file.next_row >= self.lengths[r.request_id].tokens:
                 self.open.pop(r.request_id, None)
@@ -263,7 +275,7 @@ class Capture:
 
     def count(self, what: str, n: int = 1) -> None:
         """Add to a count of the armed file."""
-        with self.telling:
+        with self.telling, never_the_models():
             self.armed.count(what, n)
 
     def tell(self, request_id: str, seen: Seen | None, why: str) -> None:
@@ -274,7 +286,8 @@ class Capture:
             if seen:
                 seen.given_up = True
             log.error("hsnb: request %s not captured: %s", request_id, why)
-            self.armed.fail(request_id, why)
+            with never_the_models():
+                self.armed.fail(request_id, why)
 
     def fail(self, rows: list[Rows], why: str) -> None:
         """Give requests up and say why, once each; they are answered by the model all the same."""

@@ -9,6 +9,7 @@ The process that writes imports this and no torch (two seconds, 300 MB), unless 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -34,7 +35,7 @@ _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)
 
 def file_stem(request_id: str) -> str:
     """Return the file name of a request: a hash, because a request id is never used as a path."""
-    return xxhash.xxh3_128_hexdigest(request_id.encode())
+    return xxhash.xxh3_128_hexdigest(request_id.encode(errors="surrogatepass"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -165,8 +166,10 @@ class SafetensorsRequest(Request):
         os.replace(self._temporary, self._path)
 
     def discard(self) -> None:
-        self._temporary.unlink(missing_ok=True)
-        self._close()
+        try:
+            self._temporary.unlink(missing_ok=True)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -185,7 +188,11 @@ class PtRequest(Request):
 
         self._folder = spool / f".req.{self._attempt()}.tmp"
         self._folder.mkdir(mode=0o700)
-        self._columns = [torch.empty(self.num_tokens, self.hidden_size, dtype=getattr(torch, self.dtype)) for _ in range(self.columns)]
+        try:
+            self._columns = [torch.empty(self.num_tokens, self.hidden_size, dtype=getattr(torch, self.dtype)) for _ in range(self.columns)]
+        except RuntimeError:  # no memory
+            self.discard()
+            raise
         self._ids = np.empty(self.num_tokens, np.int64)
 
     def put(self, start: int, states: np.ndarray, token_ids: np.ndarray, goes_on: bool = False) -> None:
@@ -226,7 +233,8 @@ class PtRequest(Request):
         }
         (self._folder / "metadata.json").write_text(json.dumps(tree))
         os.rename(self._folder, spool / f"req_{n}")
-        _replace_text(spool / ".next", str(n + 1))
+        with contextlib.suppress(OSError):  # it is published; the folders themselves say which number is the highest
+            _replace_text(spool / ".next", str(n + 1))
 
     def discard(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

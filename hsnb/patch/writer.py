@@ -150,6 +150,9 @@ class Writer:
                         places = slot.start + at * states.row_bytes, slot.start + ids_at + 8 * at
                         parts.append(Part(file.key, r.start, r.n, r.goes_on, *places, begin))
                     file.next_row = r.start + r.n
+                if not parts:  # nobody would ever give it back
+                    self.ring.give(slot)
+                    continue
                 number = next(self._numbers)
                 process.pieces[number] = slot
             self._to_send.put((process, event, Piece(number, parts)))
@@ -232,17 +235,20 @@ class Writer:
                 if event is not None:
                     event.synchronize()
                 process.connection.send(message)
-            except Exception as error:  # a copy that failed leaves a piece that no one may read
-                if not isinstance(error, OSError):
-                    log.exception("hsnb: a copy failed")
-                    process.popen.kill()
+            except Exception as error:  # a copy that failed, or half a message: what follows may not be read
+                if not process.dead:
+                    log.error("hsnb: the process that writes dumps could not be told of one: %s", error)
+                process.popen.kill()
             del process, event, message  # an idle thread keeps nobody's rows
 
     def _hear(self, process: _Process) -> None:
         """Take what the process says until it ends; then everything it had is lost, and is told so."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._heard(process, process.connection.recv())
+        while True:
+            try:
+                message = process.connection.recv()
+            except (EOFError, OSError):
+                break
+            self._heard(process, message)
         process.popen.kill()
         status = process.popen.wait()
         with self._changed:

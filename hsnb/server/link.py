@@ -29,7 +29,7 @@ class PartLike(Protocol):
     """A further node's part as the first node reaches it; every call may raise when its node is gone."""
 
     def start(self, deployment: dict, node_rank: int, address: str) -> dict[str, Any]: ...
-    def news(self) -> dict[str, Any]: ...
+    def news(self, heard: int) -> dict[str, Any]: ...
     def stop(self) -> None: ...
 
 
@@ -93,9 +93,13 @@ class Link:
             self.check()
             time.sleep(0.05)
 
+    def leave(self) -> None:
+        """Take nothing for a loss any more: the server is about to be stopped."""
+        self._closing.set()
+
     def end(self) -> None:
         """Stop asking, and end every part that can still be told."""
-        self._closing.set()
+        self.leave()
         for address, part in self.parts:
             try:
                 part.stop()
@@ -105,12 +109,14 @@ class Link:
             thread.join(timeout=5)
 
     def _ask(self, address: str, part: PartLike, spool: Path, on_loss: Callable[[], None]) -> None:
+        waiting: dict[str, bytes] = {}
+        heard = 0
         while not self._closing.is_set():
             try:
-                news = part.news()
-                for name, content in news["files"].items():
-                    self._take(spool, name, content)
-                gone = news["gone"]
+                news = part.news(heard)
+                heard, gone = news["number"], news["gone"]
+                waiting |= news["files"]
+                self._take(spool, waiting)
             except Exception as error:
                 gone = f"what it says could not be had ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if gone and not self._closing.is_set():
@@ -119,13 +125,20 @@ class Link:
                 on_loss()
                 return
 
-    def _take(self, spool: Path, name: str, content: bytes) -> None:
-        """Put a file where the first node's own ranks put theirs, whole or not at all."""
-        if not (ARMED.fullmatch(name) and int(name[6:-5]) in self._ranks) and not DIGEST.fullmatch(name):
-            raise ValueError(f"a file {name!r} of a rank that is not its own")
-        temporary = spool / f".{name}.{os.getpid()}.tmp"
-        temporary.write_bytes(content)
-        os.replace(temporary, spool / name)
+    def _take(self, spool: Path, waiting: dict[str, bytes]) -> None:
+        """Put files where the first node's own ranks put theirs, whole or not at all; what this node's disk does not take stays waiting."""
+        for name in list(waiting):
+            if not (ARMED.fullmatch(name) and int(name[6:-5]) in self._ranks) and not DIGEST.fullmatch(name):
+                raise ValueError(f"a file {name!r} of a rank that is not its own")
+            temporary = spool / f".{name}.{os.getpid()}.new"  # not .tmp: rank 0 removes those when it arms
+            try:
+                temporary.write_bytes(waiting[name])
+                os.replace(temporary, spool / name)
+            except OSError as error:  # a full spool is no loss of a node
+                log.warning(f"{spool / name} could not be written ({error.strerror}): it is tried again")
+                temporary.unlink(missing_ok=True)
+                return
+            del waiting[name]
 
     @staticmethod
     def _gone(address: str, why: str) -> ServerError:

@@ -36,6 +36,7 @@ class ServerPart:
         self.ranks = list(range(part.node_rank * size, (part.node_rank + 1) * size))
         self.model = resolve(own.model_path())
         self.made = launch(own, log_dir, extra_env=extra_env, part=part)
+        self._said: dict[str, Any] = {"number": 0, "files": {}, "gone": ""}
         self._armed: dict[str, tuple[int, dict]] = {}  # by file name: when it was last written, and what it said
 
     def about(self) -> dict[str, Any]:
@@ -44,16 +45,22 @@ class ServerPart:
 
         return {"ranks": self.ranks, "port": self.made.port, "weights": weights_hash(self.model)}
 
-    def news(self, wait_s: float = 0.5) -> dict[str, Any]:
+    def news(self, heard: int = 0, wait_s: float = 0.5) -> dict[str, Any]:
         """Return `files`, those that are new for the first node's spool (name: content), and `gone`: why this part has ended, or "".
 
-        Waits up to `wait_s` for either. A digest is handed over once and removed here, an armed file whenever it changed.
+        Waits up to `wait_s` for either. A digest is handed over once and removed here, an armed file whenever it changed. Answers
+        with files have a `number`; whoever has `heard` less than the last one gets it again, because it was lost on its way.
         """
+        if heard < self._said["number"]:
+            return self._said
         until = time.monotonic() + wait_s
         while True:
             files, gone = self._fresh(), self._gone()
-            if files or gone or time.monotonic() >= until:
-                return {"files": files, "gone": gone}
+            if files:
+                self._said = {"number": heard + 1, "files": files, "gone": gone}
+                return self._said
+            if gone or time.monotonic() >= until:
+                return {"number": heard, "files": {}, "gone": gone}
             time.sleep(LOOK_S)
 
     def stop(self) -> None:

@@ -134,6 +134,8 @@ class Server:
     def _end(self) -> None:
         if self._supervisor is None:
             return
+        if self.link is not None:
+            self.link.leave()
         end(self._supervisor, STOP_LIMIT_S)
         if self.link is not None:
             self.link.end()
