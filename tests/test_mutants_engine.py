@@ -23,6 +23,7 @@ from tests.test_capture_engine import assert_equal_to_transformers
 from tests.test_conditions_engine import ask, begun, counts, grown, half_made, paused, until
 
 VOCAB = 500
+WRITTEN_S = 1.5  # for a dump that must not be there to appear: it is written beside the answer
 pytestmark = pytest.mark.engine("mutants")
 
 
@@ -67,6 +68,7 @@ def others_are_kept_out(server) -> None:
     before, files = counts(server), set(server.spool.iterdir())
     with server.client() as client:
         ask(client, prompt_ids(9, VOCAB), "somebody-elses")
+    time.sleep(WRITTEN_S)
     appeared = set(server.spool.iterdir()) - files
     for path in appeared:
         free(path)
@@ -130,6 +132,7 @@ def a_refused_prompt_leaves_no_dump(server) -> None:
     rid = f"hsnb-refused-{time.time_ns()}"
     with server.client() as client, pytest.raises(ServerError, match="answered 400"):
         ask(client, prompt_ids(4095, VOCAB), rid)
+    time.sleep(WRITTEN_S)
     if path := dump_path(server.spool, rid, "safetensors"):
         free(path)
         raise AssertionError("a dump of a prompt that never ran")
