@@ -97,7 +97,7 @@ def server(thousands: int = 10) -> Requests:
     tree = {
         "name": "grow",
         "model": "demo:tiny-deepseek",
-        "server": {"device": "cpu", "dtype": "float32"},
+        "server": {"device": "cpu", "dtype": "float32", "flags": {"max-running-requests": 64}},
         "capture": {"boundaries": [2, 4, 6]},
     }
     ids = [prompt_ids(4 + n % 5, VOCAB, seed=n) for n in range(1000)]
