@@ -64,7 +64,7 @@ def test_a_server_shows_what_its_schedulers_have_counted_by_now(tmp_path):
     files[0].count(RING_FULL, 5000)  # no requests
     files[1].fail("hsnb-a", "disk full")
     ax = server.plot()
-    assert figures.alt_text(ax.figure) == "What the schedulers counted. x: requests. Shown: warmup (2); captured (3); failed (1)."
+    assert figures.alt_text(ax.figure) == "What the schedulers counted. x: requests. Shown: captured (3); warmup (2); failed (1)."
     assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 1"]
     assert ax.get_xlim()[1] == 4.0
     for path in tmp_path.glob("armed-*.json"):  # the server has ended, and its spool with it
