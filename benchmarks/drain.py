@@ -31,6 +31,7 @@ from hsnb.collect import free
 from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
 from hsnb.extract.publish import Publisher
+from hsnb.extract.staging import threads
 from hsnb.ledger import Ledger
 from hsnb.patch.spool import SafetensorsRequest, bits, dtype_name
 from hsnb.sizes import OUTPUT_FLOOR
@@ -75,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
     args = parser.parse_args(argv)
     key, results = "client" + (f" {args.label}" if args.label else ""), DrainResults.read(args.out / FILE)
-    threads = min(8, max(2, os.cpu_count() or 2))
-    found = DrainRun(date=now(), cores=len(os.sched_getaffinity(0)), threads=threads, versions=versions())
+    publishing = threads()
+    found = DrainRun(date=now(), cores=len(os.sched_getaffinity(0)), threads=publishing, versions=versions())
     memory = Path("/dev/shm")
     for name in args.loads.split(","):
         for where, spool, output in (
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             ("memory to disk", memory, args.disk),
             ("disk to disk", args.disk, args.disk),
         ):
-            turns = [one_turn(DUMPS[name], spool, output, threads) for _ in range(args.turns + 1)][1:]  # the first one warms up
+            turns = [one_turn(DUMPS[name], spool, output, publishing) for _ in range(args.turns + 1)][1:]  # the first one warms up
             case = Case(dumps=DUMPS[name].words, where=where, turns=turns)
             found = found.model_copy(update={"cases": {**found.cases, f"{name}, {where}": case}})
             DrainResults(runs={**results.runs, key: found}).write(args.out / FILE)
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def one_turn(dumps: Dumps, spool_root: Path, output_root: Path, threads: int) -> DrainTurn:
+def one_turn(dumps: Dumps, spool_root: Path, output_root: Path, publishing: int) -> DrainTurn:
     """Write the dumps, then time their way out of the spool."""
     spool, folder = (Path(tempfile.mkdtemp(prefix="hsnb-drain-", dir=root)) for root in (spool_root, output_root))
     try:
@@ -110,7 +111,7 @@ def one_turn(dumps: Dumps, spool_root: Path, output_root: Path, threads: int) ->
                 free(paths[row])
 
             cpu, began = time.process_time(), time.perf_counter()
-            with ThreadPoolExecutor(threads) as pool:
+            with ThreadPoolExecutor(publishing) as pool:
                 list(pool.map(publish, range(dumps.count)))
             seconds, spent = time.perf_counter() - began, time.process_time() - cpu
             publisher.close()

@@ -17,16 +17,12 @@ from hsnb.collect import free
 from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
 from hsnb.extract.publish import Publisher
+from hsnb.extract.staging import threads
 from hsnb.ledger import Ledger
 from hsnb.patch.spool import file_stem
 from hsnb.sizes import OUTPUT_FLOOR
 
 LOOK_S = 0.002
-
-
-def threads() -> int:
-    """Return how many threads an extraction publishes with on this machine."""
-    return min(8, max(2, os.cpu_count() or 2))
 
 
 class Drain:

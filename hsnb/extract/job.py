@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -23,6 +22,7 @@ from hsnb.extract.flow import Disk, Flow, check_fits, gb
 from hsnb.extract.output import Committer, Output, export
 from hsnb.extract.publish import Publisher
 from hsnb.extract.recovery import recover, recover_others
+from hsnb.extract.staging import threads
 from hsnb.extract.status import Status
 from hsnb.extract.work import Work
 from hsnb.extract.worker import Worker
@@ -163,7 +163,7 @@ def run(
         columns = ["input_ids"] if output.layout.mask == "table" else ["input_ids", "loss_mask"]
         job = Job(
             data, Work(queue, lengths), limits, in_flight_tokens, ledger, output, Disk(data.path, limits.output_floor, OUTPUT_FLOOR),
-            width + 16, data.dataset().with_format("arrow", columns=columns), int(ok.argmax()), min(8, max(2, (os.cpu_count() or 2) // len(servers))),
+            width + 16, data.dataset().with_format("arrow", columns=columns), int(ok.argmax()), threads(len(servers)),
         )  # fmt: skip
         damaged = sum(r in entered for r in owed)
         seconds = extract(job, servers, name) if owed else 0.0

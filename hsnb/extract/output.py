@@ -72,9 +72,11 @@ class Output:
     def move(self, entries: Sequence[Entry]) -> None:
         """Move staged files to their names and make the moves durable; one that was moved when this failed before stays there."""
         for entry in entries:
-            if self.holds(entry.file, entry.bytes):
-                continue
-            os.replace(self.staging / entry.file, self.folder / entry.file)
+            try:
+                os.replace(self.staging / entry.file, self.folder / entry.file)
+            except FileNotFoundError:
+                if not self.holds(entry.file, entry.bytes):
+                    raise
         for parent in {(self.folder / e.file).parent for e in entries}:
             sync_folder(parent)
 

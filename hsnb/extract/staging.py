@@ -32,6 +32,11 @@ _NICE = 5  # where cores are short the engine goes first
 _PR_SET_PDEATHSIG = 1  # of Linux
 
 
+def threads(servers: int = 1) -> int:
+    """Return how many threads publish what one of so many servers gives."""
+    return min(8, max(2, (os.cpu_count() or 2) // servers))
+
+
 class Task(NamedTuple):
     """The dump at `path`, what it must be, and the mask int64 [S] for a layout that keeps it in the sample's file."""
 
