@@ -1,6 +1,9 @@
-"""The ops of chain speculation on a CPU, one by one; tests/test_handoff_engine.py runs them inside SGLang."""
+"""What cpu_shims does on a CPU: the ops of chain speculation, one by one (tests/test_handoff_engine.py runs them inside SGLang), and start-up."""
 
+import gc
 import importlib.util
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,13 +11,17 @@ import torch
 from tests.project import ROOT
 
 
-@pytest.fixture(scope="module")
-def ops():
-    file = ROOT / "cpu_shims" / "src" / "sgl_kernel" / "speculation.py"
-    spec = importlib.util.spec_from_file_location("speculation_under_test", file)
+def load(name: str) -> ModuleType:
+    """Return a module of cpu_shims, which need not be installed."""
+    spec = importlib.util.spec_from_file_location("shim_under_test", ROOT / "cpu_shims" / "src" / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return load("sgl_kernel/speculation.py")
 
 
 def test_leading_drafts_that_are_the_targets_choice_are_accepted(ops):
@@ -66,3 +73,29 @@ def test_kv_rows_are_copied_even_when_they_overlap(ops):
     addresses, sizes = torch.tensor([x.data_ptr() for x in layers]), torch.tensor([8, 8])
     ops.copy_all_layer_kv_cache_cpu(addresses, sizes, torch.tensor([1, 2]), torch.tensor([0, 1]))
     assert all(torch.equal(a, b) for a, b in zip(layers, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("argv", "cpu_engine", "waits"),
+    [
+        (["python", "-m", "sglang.launch_server", "--port", "1"], "1", True),
+        (["python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"], "1", True),  # a scheduler
+        (["python", "-m", "hsnb.patch", "3"], "1", False),  # the process that writes: no plug-in would end it
+        (["python", "-m", "sglang.launch_server", "--port", "1"], None, False),
+    ],
+)
+def test_the_garbage_collector_waits_for_the_plug_ins_only(argv, cpu_engine, waits, monkeypatch):
+    shims = load("hsnb_cpu_shims.py")
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    if cpu_engine:
+        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", cpu_engine)
+    try:
+        shims.install()
+        assert gc.isenabled() is not waits
+        monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+        shims.register()
+        assert gc.isenabled()
+    finally:
+        gc.enable()

@@ -7,8 +7,11 @@
 3. GGUF checkpoints: SGLang imports their kernels on CUDA only; the plug-in gives the same names in plain torch.
 4. MiniMax-M2 norms its queries and keys in Triton: the plug-in puts plain torch in its place.
 5. `sgl_kernel` (beside this module) stands in for the CUDA kernels package.
+6. Each of a server's three processes imports SGLang anew, a dozen CPU seconds, a fifth of them the garbage collector's, which finds
+   nothing to collect among modules: it waits until the plug-ins are loaded.
 """
 
+import gc
 import os
 import sys
 
@@ -34,10 +37,13 @@ class _DeclareTorchvisionOps:
 def install():
     """Called from hsnb_cpu_shims.pth at every interpreter's start."""
     sys.meta_path.insert(0, _DeclareTorchvisionOps)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and {"sglang.launch_server", "--multiprocessing-fork"} & set(sys.orig_argv):
+        gc.disable()  # not in what a server's process starts beside: no plug-in is loaded there
 
 
 def register():
     """SGLang's plug-in entry point: DeepSeek's MLA on torch_native, drafters, GGUF weights dequantised, MiniMax-M2's norms."""
+    gc.enable()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
