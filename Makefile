@@ -95,10 +95,13 @@ lab: setup  ## JupyterLab on notebooks/
 test:  ## everything, real engines and notebooks included
 	$(MAKE) --jobs=3 setup-ray setup-vllm setup-trainers
 	$(MAKE) lint
-	$(BIN)/python -m pytest
+	ok=0; $(UNIT_TESTS) || ok=$$?; $(BIN)/python -m pytest -m "engine or notebook" || ok=$$?; exit $$ok
 
-test-fast: setup  ## seconds: no engine, no notebook
-	$(BIN)/python -m pytest -m "not engine and not notebook"
+# A file's tests stay in one process, in their order. The engines are one at a time: not beside these, nor beside each other.
+UNIT_TESTS = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile -m "not engine and not notebook"
+
+test-fast: setup  ## minutes: no engine, no notebook
+	$(UNIT_TESTS)
 
 test-engines: export HSNB_TEST_FAMILIES := all
 test-engines: export HSNB_TEST_NODES := all
