@@ -1,6 +1,6 @@
 """Measure the client's drain alone: verify, publish, checksum, enter and free dumps that lie in the spool. No server, no GPU.
 
-    python -m benchmarks.drain [--out docs] [--turns 5] [--label TEXT] [--cases same-memory,memory-disk,...]
+    python -m benchmarks.drain [--out docs] [--turns 5] [--label TEXT] [--loads long,short,demo]
 
 The dumps are real ones (the plug-in's own writer makes them) of Kimi's width in bfloat16, or SmolLM2's in float32. Each turn
 publishes all of them with the classes that an extraction uses, by as many threads as it would have. Results go to

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
-from benchmarks.grow_results import FILE, Client, Grow, Length, Requests
+from benchmarks.grow_results import FILE, Client, Grow, Length, Made, Requests
 from benchmarks.others import COLUMNS, WIDTH, Hsnb
 
 CHUNK = 2048  # rows
@@ -40,18 +40,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--counts", default="1000,10000", help="samples of the client's runs")
     args = parser.parse_args(argv)
-    found = Grow.read(args.out / FILE).model_copy(update={"date": now(), "versions": versions()})
     if "writer" in args.parts:
-        found = found.model_copy(update={"writer": writer(args.turns)})
-        found.write(args.out / FILE)
+        keep(args.out / FILE, "writer", writer=writer(args.turns))
     for count in map(int, args.counts.split(",") if "client" in args.parts else ()):
-        found = found.model_copy(update={"client": {**found.client, count: client(count)}})
-        found.write(args.out / FILE)
+        keep(args.out / FILE, f"client {count}", client={**Grow.read(args.out / FILE).client, count: client(count)})
     if "server" in args.parts:
-        found = found.model_copy(update={"server": server()})
-        found.write(args.out / FILE)
-    print(found.model_dump_json())
+        keep(args.out / FILE, "server", server=server())
     return 0
+
+
+def keep(path: Path, part: str, **found) -> None:
+    """Put one part into the file as soon as it is measured, with its date and versions, and print it."""
+    before = Grow.read(path)
+    before.model_copy(update={**found, "made": {**before.made, part: Made(date=now(), versions=versions())}}).write(path)
+    print(part, found, flush=True)
 
 
 def writer(turns: int) -> list[Length]:

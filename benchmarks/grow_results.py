@@ -34,11 +34,17 @@ class Requests(Strict):
     memory_mib: list[float]
 
 
-class Grow(ResultsFile):
-    """The whole file; `client` by number of samples."""
+class Made(Strict):
+    """When a part was measured, and with what."""
 
-    date: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
+    date: str
+    versions: dict[str, str]
+
+
+class Grow(ResultsFile):
+    """The whole file; `client` by number of samples, `made` by part ("writer", "client 1000", "server")."""
+
+    made: dict[str, Made] = Field(default_factory=dict)
     writer: list[Length] = Field(default_factory=list)
     client: dict[int, Client] = Field(default_factory=dict)
     server: Requests | None = None

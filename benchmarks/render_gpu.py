@@ -13,7 +13,9 @@ from benchmarks.gpu_results import PUBLISHED, Figure, Results, Run, Step, Value
 
 HEAD = """# Seen on GPUs
 
-Written by `make gpu` out of [gpu-results.json](gpu-results.json); no figure is typed by hand. Two models are random and made on
+Written out of [gpu-results.json](gpu-results.json) by `python -m benchmarks.render_gpu`; no figure is typed by hand. `make gpu` (on two cards
+`make gpu GPUS=2`) measures the steps, `python -m benchmarks.gpu --steps drafter` the drafters, `make bench` the speed. The steps of one card are
+of the versions and the days named with it; each has the hash of hsnb's source where one was recorded. Two models are random and made on
 the machine: one of Kimi's depth and width (a mixture of experts with latent attention, narrow elsewhere), and a dense Llama whose
 every layer moves the residual stream by a fifth. The drafters' target is SmolLM2-135M-Instruct (`--steps drafter`). "pass" means
 that the figure meets its bar, "OFF" that it does not; a figure without a bar is reported, not judged. Medians are over tokens
@@ -24,7 +26,8 @@ TAIL = """## What this does not prove
 Nothing about real weights larger than SmolLM2's, about other attention backends than the one used here, about CUDA graphs in prefill
 (which hsnb refuses), or about more GPUs than were there. A random mixture of experts in half precision changes its routes with the last bit, so its deeper
 states are compared only where the same batch gives the same bits; the dense model is there for the comparisons across batches and
-engines. The speeds are of one card and one shape.
+engines. The speeds are of one card and one shape. A step is true of the source it names: where that is older than the process that writes
+dumps, the files' layout and the checks are the same, and the writer is not.
 """
 STATES = {"ok": "pass", "off": "OFF", "failed": "FAILED", "skipped": "not run"}
 

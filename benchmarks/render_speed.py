@@ -51,7 +51,8 @@ def tables(results: Results) -> str:
     parts = []
     for key, run in sorted(results.runs.items()):
         rows = [row(name, load) for name, load in run.loads.items() if load.turns]
-        parts.append(f"### {key}\n\n{run.card}, {run.cores} cores, {run.date}, hsnb source {run.versions['hsnb source']}\n\n")
+        made = f"SGLang {run.versions['sglang']}, torch {run.versions['torch']}, hsnb source {run.versions['hsnb source']}"
+        parts.append(f"### {key}\n\n{run.card}, {run.cores} cores, {run.date}, {made}\n\n")
         parts.append(head + "\n".join(rows) + "\n\n" if rows else "")
         parts.append("| ceiling | GB/s |\n| --- | --- |\n" + "".join(f"| {k} | {v:.2f} |\n" for k, v in run.ceilings.items()) + "\n")
     return "".join(parts)
@@ -90,8 +91,9 @@ def others_tables(results: others_results.Others) -> str:
 
 def grow_tables(found: grow_results.Grow) -> str:
     """Return what a token and a sample cost as the work grows."""
-    parts = [f"{found.date}, hsnb source {found.versions['hsnb source']}\n\n"] if found.date else []
+    parts = []
     if found.writer:
+        parts.append(f"The writer, {_made(found, 'writer')}:\n\n")
         parts.append(
             _head("prompts of, tokens", "n", "writer's CPU, us a token (spread)", "wall, us a token (spread)", "memory, MiB (spread)")
         )
@@ -100,27 +102,35 @@ def grow_tables(found: grow_results.Grow) -> str:
             parts.append(_cells(f"{one.tokens:,}", str(len(one.seconds)), *us, spread(one.memory_mib)) + "\n")
         parts.append("\n")
     if found.client:
+        parts.append("Whole extractions:\n\n")
         names = (
             "samples",
-            "a second",
-            "CPU seconds of the second thousand",
+            "a second (wall clock)",
+            "CPU seconds of a thousand (spread)",
+            "of the second thousand",
             "of the last",
             "memory after the second thousand, MiB",
             "at the end",
+            "measured",
         )
         parts.append(_head(*names))
         for count, one in sorted(found.client.items()):
-            seconds = (f"{one.seconds[1]:.2f}", f"{one.seconds[-1]:.2f}") if len(one.seconds) > 1 else ("", "")
+            seconds = (spread(one.seconds), f"{one.seconds[1]:.2f}", f"{one.seconds[-1]:.2f}") if len(one.seconds) > 1 else ("", "", "")
             memory = (f"{one.memory_mib[min(2, len(one.memory_mib) - 1)]:.0f}", f"{one.memory_mib[-1]:.0f}")
-            parts.append(_cells(f"{count:,}", f"{one.rate:.0f}", *seconds, *memory) + "\n")
+            parts.append(_cells(f"{count:,}", f"{one.rate:.0f}", *seconds, *memory, _made(found, f"client {count}")) + "\n")
         parts.append("\n")
     if one := found.server:
-        parts.append(f"A real server, {one.work}; memory of scheduler and writing process, and the wall clock:\n\n")
+        parts.append(f"A real server, {one.work}, {_made(found, 'server')}; memory of scheduler and writing process, wall clock:\n\n")
         parts.append(_head("requests", "seconds of the last thousand", "memory, MiB"))
         for n, held in enumerate(one.memory_mib):
             parts.append(_cells(f"{1000 * n:,}", f"{one.seconds[n - 1]:.1f}" if n else "", f"{held:.1f}") + "\n")
         parts.append("\n")
     return "".join(parts)
+
+
+def _made(found: grow_results.Grow, part: str) -> str:
+    made = found.made.get(part)
+    return f"{made.date}, hsnb source {made.versions['hsnb source']}" if made else "with an older source, not recorded"
 
 
 def parts_table(found: parts_results.Parts) -> str:
