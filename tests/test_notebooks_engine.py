@@ -30,8 +30,17 @@ def alone(engine):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
-    """A project whose demo run is shared by the tests below, in their order: a shard that is done is not extracted again."""
+    """A project whose demo run is shared by the tests below, in their order."""
     return make_project(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A project whose demo data are 256 samples: a shard is 16."""
+    project = make_project(tmp_path_factory.mktemp("small"))
+    params = project / "params" / "demo.yaml"
+    params.write_text(params.read_text().replace("samples: 2048", "samples: 256"))
+    return project
 
 
 def outputs_of(notebook: Path) -> str:
@@ -75,21 +84,21 @@ def fingerprint(project: Path, run: str = "demo") -> dict:
     return json.loads((project / "outputs" / run / "data" / "hsnb.json").read_text())["fingerprint"]
 
 
-def test_the_users_own_line_in_a_pipe_then_on_a_terminal(demo, alone, engine_starts):
+def test_the_users_own_line_in_a_pipe_then_on_a_terminal(small, alone, engine_starts):
     """cd notebooks && ../.venv/bin/papermill 03_extract.ipynb --p shard 4"""
     line = "../.venv/bin/papermill 03_extract.ipynb --p shard 4"
-    piped = shell("bash", "-o", "pipefail", "-c", f"{line} 2>&1 | cat", cwd=demo / "notebooks", stdin=subprocess.DEVNULL)
+    piped = shell("bash", "-o", "pipefail", "-c", f"{line} 2>&1 | cat", cwd=small / "notebooks", stdin=subprocess.DEVNULL)
     assert piped.returncode == 0, piped.stdout
-    engine_starts.note("papermill in a pipe", fingerprint(demo)["sglang"])
-    run = demo / "outputs" / "demo"
+    engine_starts.note("papermill in a pipe", fingerprint(small)["sglang"])
+    run = small / "outputs" / "demo"
     rows = sorted(int(p.stem[3:]) for p in (run / "data" / "hidden_states").iterdir() if int(p.stem[3:]) % 16 == 4)
-    assert rows == list(range(4, 2048, 16))
+    assert rows == list(range(4, 256, 16))
     notebook = run / "03_extract-shard-0004.ipynb"
-    assert "128 of 128 samples" in outputs_of(notebook)
+    assert "16 of 16 samples" in outputs_of(notebook)
     assert notebook.with_suffix(".html").is_file()
     first = json.loads((run / "shard-0004.json").read_text())
-    assert (first["samples"], first["done_before"], first["ok"]) == (128, 0, True)
-    assert sorted(p.name for p in (demo / "notebooks").iterdir()) == [
+    assert (first["samples"], first["done_before"], first["ok"]) == (16, 0, True)
+    assert sorted(p.name for p in (small / "notebooks").iterdir()) == [
         "00_server.ipynb",
         "01_probe.ipynb",
         "02_divergence.ipynb",
@@ -98,13 +107,13 @@ def test_the_users_own_line_in_a_pipe_then_on_a_terminal(demo, alone, engine_sta
     ]
 
     output, status = pexpect.run(
-        f"bash -c '{line}'", cwd=str(demo / "notebooks"), env=environment(), withexitstatus=True, timeout=600, encoding="utf-8"
+        f"bash -c '{line}'", cwd=str(small / "notebooks"), env=environment(), withexitstatus=True, timeout=600, encoding="utf-8"
     )
     assert status == 0, output
-    engine_starts.note("papermill on a terminal", fingerprint(demo)["sglang"])
-    assert json.loads((run / "shard-0004.json").read_text()) == first and "128 of 128 samples" in outputs_of(notebook)  # kept
+    engine_starts.note("papermill on a terminal", fingerprint(small)["sglang"])
+    assert json.loads((run / "shard-0004.json").read_text()) == first and "16 of 16 samples" in outputs_of(notebook)  # kept
     second = json.loads((run / "shard-0004.again.json").read_text())
-    assert (second["samples"], second["done_before"], second["new_tokens"], second["tokens"]) == (128, 128, 0, first["tokens"])
+    assert (second["samples"], second["done_before"], second["new_tokens"], second["tokens"]) == (16, 16, 0, first["tokens"])
 
 
 @pytest.mark.parametrize(
