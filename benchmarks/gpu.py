@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if unknown := [s for s in chosen if s not in todo]:
         raise SystemExit(f"--steps {','.join(unknown)}: expected some of {', '.join(todo)}")
     if not chosen:
-        results = Results(runs={k: v for k, v in results.runs.items() if k != key})
+        results = results.begun_again(key, but=ON_REQUEST)
     logs = Path(tempfile.mkdtemp(prefix="hsnb-gpu-"))
     fleet = Fleet(plan, logs, limit_s=min(300.0, args.limit_s))
     print(f"{about.card} x {args.gpus}, driver {about.driver}; " + ", ".join(f"{k} {v}" for k, v in about.versions.items()), flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -86,6 +87,14 @@ class Results(ResultsFile):
         """Return the results with one step of `run` put in; the steps that the run under `key` has already stay."""
         have = self.runs[key].steps if key in self.runs else {}
         return Results(runs={**self.runs, key: run.model_copy(update={"steps": {**have, name: step}})})
+
+    def begun_again(self, key: str, but: Collection[str]) -> Results:
+        """Return the results without the steps of the run under `key`, those named in `but` aside: they are measured by themselves."""
+        if key not in self.runs:
+            return self
+        steps = {name: step for name, step in self.runs[key].steps.items() if name in but}
+        others = {k: run for k, run in self.runs.items() if k != key}
+        return Results(runs={**others, key: self.runs[key].model_copy(update={"steps": steps})} if steps else others)
 
     def merged(self, other: Results) -> Results:
         """Return both files' runs; of two runs under one key `other`'s is taken."""

@@ -115,6 +115,9 @@ def test_runs_of_two_machines_share_a_file_and_a_new_run_replaces_its_own():
     assert merged.runs["h200"].driver == "999" and merged.runs["h200x2"] == old.runs["h200x2"]
     step = new.steps["speed"].model_copy(update={"state": "ok", "error": ""})
     assert list(old.with_step("h200", new, "speed", step).runs["h200"].steps) == ["probe", "speed"]
+    both = old.with_step("h200", new, "drafter", step)  # what is not part of a whole run outlives the next one
+    assert list(both.begun_again("h200", but=gpu.ON_REQUEST).runs["h200"].steps) == ["drafter"]
+    assert "h200" not in old.begun_again("h200", but=gpu.ON_REQUEST).runs and old.begun_again("b300", but=()) == old
 
 
 def test_cards_have_short_keys():
