@@ -1,6 +1,7 @@
 """The divergence notebook on real engines: what it measured is asserted on the record, what it says on the executed notebook."""
 
 import json
+import os
 
 import nbformat
 import pytest
@@ -32,7 +33,9 @@ RETURNED = {
             ("vLLM", tuple(range(1, 9))): tuple(range(1, 9)),
         },
     ),
-    "kimi-shape": (
+}
+if os.environ.get("HSNB_TEST_FAMILIES") == "all":  # four minutes: left to make test-engines; the tiny one has the same body and rules
+    RETURNED["kimi-shape"] = (
         [2, 30, 58],
         {
             ("SGLang", (2, 30, 58)): (2, 30, 58),
@@ -40,8 +43,7 @@ RETURNED = {
             ("vLLM", (2, 30, 58)): (2, 30, 58),
             ("vLLM", (1, 30, 58)): (1, 30, 58),
         },
-    ),
-}
+    )
 
 
 @pytest.fixture(scope="module")
