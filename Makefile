@@ -92,16 +92,15 @@ demo: setup  ## the main job: model, server, probe, shard 0 extracted, reports
 lab: setup  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
+# The tests without an engine need no vLLM: its environment is made beside them.
 test:  ## everything, real engines and notebooks included
-	$(MAKE) --jobs=3 setup-ray setup-vllm setup-trainers
+	$(MAKE) --jobs=2 setup-ray setup-trainers
 	$(MAKE) lint
-	ok=0; $(UNIT_TESTS) || ok=$$?; $(BIN)/python -m pytest -m "engine or notebook" || ok=$$?; exit $$ok
+	$(MAKE) --jobs=2 setup-vllm test-fast
+	$(BIN)/python -m pytest -m "engine or notebook"
 
-# A file's tests stay in one process, in their order. The engines are one at a time: not beside these, nor beside each other.
-UNIT_TESTS = $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile -m "not engine and not notebook"
-
-test-fast: setup  ## minutes: no engine, no notebook
-	$(UNIT_TESTS)
+test-fast: setup  ## minutes: no engine, no notebook; a file's tests stay in one process
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile -m "not engine and not notebook"
 
 test-engines: export HSNB_TEST_FAMILIES := all
 test-engines: export HSNB_TEST_NODES := all
