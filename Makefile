@@ -100,7 +100,7 @@ test:  ## everything, real engines and notebooks included
 	$(BIN)/python -m pytest -m "engine or notebook"
 
 test-fast: setup  ## minutes: no engine, no notebook; a file's tests stay in one process
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile -m "not engine and not notebook"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile -m "not engine and not notebook"
 
 test-engines: export HSNB_TEST_FAMILIES := all
 test-engines: export HSNB_TEST_NODES := all
