@@ -102,8 +102,7 @@ test:  ## everything, real engines and notebooks included
 test-fast: setup  ## minutes: no engine, no notebook; a file's tests stay in one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile -m "not engine and not notebook"
 
-test-engines: export HSNB_TEST_FAMILIES := all
-test-engines: export HSNB_TEST_NODES := all
+test-engines: export HSNB_TEST_ENGINES := all
 test-engines: setup setup-ray setup-engines setup-vllm setup-trainers  ## the tests that start a real engine, every family, and capture and probe on the older SGLangs
 	$(BIN)/python -m pytest -m "engine or notebook"
 	for version in $(OLDER); do .venv-sglang-$$version/bin/python -m pytest $(OLDER_TESTS); done

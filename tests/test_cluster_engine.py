@@ -13,9 +13,15 @@ import pytest
 from hsnb.keep import passed
 from hsnb.verify import verify
 from tests.cluster_nodes import cluster
+from tests.conftest import EVERYTHING, LEFT_OUT
 from tests.project import environment, make_project, tiny_params
 
-pytestmark = [pytest.mark.engine("ray"), pytest.mark.notebook, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine("ray"),
+    pytest.mark.notebook,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not EVERYTHING, reason=LEFT_OUT),  # four minutes
+]
 
 SHARDS, SAMPLES = 8, 32
 

@@ -23,7 +23,7 @@ from hsnb.patch.spool import file_stem
 from hsnb.server import Server, attach
 from hsnb.server.flags import known_flags, normal
 from tests.by_hand import by_hand
-from tests.conftest import tiny
+from tests.conftest import EVERYTHING, tiny
 from tests.helpers import prompt_ids, take
 from tests.reference import relative_l2
 from tests.test_capture_engine import BAR, assert_equal_to_transformers
@@ -44,7 +44,7 @@ def conditions(**flags) -> dict:
     return {**tiny(**server), "capture": {"boundaries": list(range(9))}}
 
 
-ORDER = {"overlapped": False, "one_by_one": True}  # --disable-overlap-schedule
+ORDER = {"overlapped": False} | ({"one_by_one": True} if EVERYTHING else {})  # --disable-overlap-schedule
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engine(f"conditions {name}")) for name in ORDER])
@@ -123,7 +123,7 @@ def test_others_in_the_same_batch_as_ours(server):
 @pytest.mark.parametrize("size", ["shortest", "longest"])
 def test_the_shortest_and_the_longest_prompt(server, size):
     """The longest runs once, not in both orders: it takes half a minute."""
-    n = 1 if size == "shortest" else LONGEST if server.info["disable_overlap_schedule"] else 1025
+    n = 1 if size == "shortest" else 1025 if server.info["disable_overlap_schedule"] else LONGEST
     dump = take(server, prompt_ids(n, VOCAB, seed=n))
     assert dump.num_tokens == n
     assert_equal_to_transformers(dump, "tiny-deepseek")

@@ -1,7 +1,6 @@
 """The divergence notebook on real engines: what it measured is asserted on the record, what it says on the executed notebook."""
 
 import json
-import os
 
 import nbformat
 import pytest
@@ -9,6 +8,7 @@ import yaml
 
 from hsnb.demo import model_folder
 from hsnb.divergence.identify import identify
+from tests.conftest import EVERYTHING, LEFT_OUT
 from tests.project import BIN, make_project, shell
 
 BAR = 1e-5  # relative L2 per boundary, float32
@@ -34,7 +34,7 @@ RETURNED = {
         },
     ),
 }
-if os.environ.get("HSNB_TEST_FAMILIES") == "all":  # four minutes: left to make test-engines; the tiny one has the same body and rules
+if EVERYTHING:  # four minutes; the tiny one has the same body and rules
     RETURNED["kimi-shape"] = (
         [2, 30, 58],
         {
@@ -105,6 +105,7 @@ def test_the_notebook_settles_it(model, project, engine, engine_starts):
 
 
 @pytest.mark.engine("divergence")
+@pytest.mark.skipif(not EVERYTHING, reason=LEFT_OUT)
 def test_in_bfloat16_the_offset_is_right_or_undecided(project, engine, engine_starts, monkeypatch):
     """SmolLM2 in bfloat16 on both engines: never wrong, and right for nine boundaries in ten."""
     from hsnb import divergence, notebook

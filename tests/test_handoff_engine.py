@@ -18,9 +18,15 @@ from hsnb.errors import CaptureError, ParamsError
 from hsnb.notebook import check
 from hsnb.params import Deployment
 from hsnb.vllm import vllm_python
+from tests.conftest import EVERYTHING, LEFT_OUT
 from tests.project import BIN, make_project, shell
 
-pytestmark = [pytest.mark.notebook, pytest.mark.engine("handoff"), pytest.mark.timeout(2400)]
+pytestmark = [
+    pytest.mark.notebook,
+    pytest.mark.engine("handoff"),
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(not EVERYTHING, reason=LEFT_OUT),  # ten minutes and more
+]
 SEEDS, MINUTES = int(os.environ.get("HSNB_TEST_SEEDS", "1")), 9.5  # the bars are of every seed; more of them by hand, 15 s a training
 OTHER = os.environ.get("HSNB_TEST_OTHER", "")  # "vllm": its states of the same samples, too (two minutes more a seed, by hand)
 ROWS = 96  # of shard 0: what the trainings see

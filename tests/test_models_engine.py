@@ -4,7 +4,6 @@ docs/models.md has the table.
 """
 
 import json
-import os
 import uuid
 
 import pytest
@@ -21,7 +20,7 @@ from hsnb.patch import bodies
 from hsnb.patch.armed import read_armed
 from hsnb.patch.spool import file_stem
 from hsnb.server import Server
-from tests.conftest import first_boundary
+from tests.conftest import EVERYTHING, first_boundary
 from tests.helpers import prompt_ids
 from tests.reference import boundaries, model, relative_l2
 
@@ -31,14 +30,13 @@ CHUNK, TOKENS, VOCABULARY = 16, 40, 500
 KIMI_FLAGS = {"trust-remote-code": True, "skip-tokenizer-init": True}
 BODY = {  # demo model: its body's class in SGLang
     "tiny-kimi-k25": "DeepseekV2Model",
-    "tiny-qwen3": "Qwen3Model",
     "tiny-qwen3-moe": "Qwen3MoeModel",
-    "tiny-glm4": "Glm4Model",
     "tiny-glm4-moe": "Glm4MoeModel",
     "tiny-minimax-m2": "MiniMaxM2Model",
 }
 UNSUPPORTED = {"tiny-olmo2": "it has no module with layers_to_capture"}
-if os.environ.get("HSNB_TEST_FAMILIES") == "all":  # a server start each: left to make test-engines
+if EVERYTHING:  # a server start each
+    BODY |= {"tiny-qwen3": "Qwen3Model", "tiny-glm4": "Glm4Model"}
     BODY |= {"tiny-qwen2": "Qwen2Model", "tiny-qwen2-moe": "Qwen2MoeModel", "tiny-mistral": "LlamaModel"}
     UNSUPPORTED |= {"tiny-gemma3": "Gemma3TextModel: its aux states are the blocks' outputs without the residual"}
 

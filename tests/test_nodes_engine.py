@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ from hsnb.server.link import Link
 from hsnb.server.part import ServerPart
 from hsnb.verify import verify
 from tests.cluster_nodes import add, cluster
-from tests.conftest import tiny
+from tests.conftest import EVERYTHING, LEFT_OUT, tiny
 from tests.helpers import prompt_ids, take
 from tests.project import environment, make_project, tiny_params
 from tests.reference import relative_l2
@@ -81,7 +80,7 @@ def test_a_second_node_that_is_armed_otherwise_is_refused_by_name(engine, engine
 SHARDS, SAMPLES = 2, 24
 
 
-@pytest.mark.skipif(os.environ.get("HSNB_TEST_NODES") != "all", reason="five minutes, three engines: HSNB_TEST_NODES=all runs it")
+@pytest.mark.skipif(not EVERYTHING, reason=LEFT_OUT)
 @pytest.mark.engine("ray over nodes")
 @pytest.mark.notebook
 @pytest.mark.timeout(900)

@@ -16,7 +16,7 @@ import yaml
 from datasets import load_from_disk
 
 from hsnb.dumps import open_dump
-from tests.conftest import SETTINGS
+from tests.conftest import EVERYTHING, SETTINGS
 from tests.project import BIN, environment, make_project, shell, tiny_params
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(1500)]
@@ -267,8 +267,12 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_a_killed_papermill_leaves_nothing_and_the_next_run_goes_on(sent, tmp_path, alone, engine_starts):
+SIGNALS = [(signal.SIGTERM, signal.SIGKILL)] + ([(signal.SIGKILL, signal.SIGTERM)] if EVERYTHING else [])
+
+
+@pytest.mark.parametrize(("starting", "extracting"), SIGNALS)
+def test_a_killed_papermill_leaves_nothing_and_the_next_run_goes_on(starting, extracting, tmp_path, alone, engine_starts):
+    """Killed by one signal while the server starts, by another while it extracts."""
     project = make_project(tmp_path / "project")
     tiny_params(project, 240, 30)
     line = [
@@ -297,14 +301,14 @@ def test_a_killed_papermill_leaves_nothing_and_the_next_run_goes_on(sent, tmp_pa
     process, before = start()
     wait_for(lambda: any("sglang::" in p for p in before.processes()), process)  # the server is starting: its schedulers are there
     assert published(project) == {}
-    os.kill(process.pid, sent)
+    os.kill(process.pid, starting)
     process.wait(15)
     before.assert_none(15)
 
     process, before = start()
     wait_for(lambda: len(published(project)) >= 5, process)
     engine_starts.note("03_extract, killed", fingerprint(project, "killed")["sglang"])
-    os.kill(process.pid, sent)
+    os.kill(process.pid, extracting)
     process.wait(15)
     before.assert_none(15)
     kept = published(project)
