@@ -270,7 +270,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None
 SIGNALS = [(signal.SIGTERM, signal.SIGKILL)] + ([(signal.SIGKILL, signal.SIGTERM)] if EVERYTHING else [])
 
 
-@pytest.mark.parametrize(("starting", "extracting"), SIGNALS)
+@pytest.mark.parametrize(("starting", "extracting"), SIGNALS, ids=lambda sent: sent.name)
 def test_a_killed_papermill_leaves_nothing_and_the_next_run_goes_on(starting, extracting, tmp_path, alone, engine_starts):
     """Killed by one signal while the server starts, by another while it extracts."""
     project = make_project(tmp_path / "project")
