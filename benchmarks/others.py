@@ -164,9 +164,12 @@ def connector(columns: list[torch.Tensor], ids: torch.Tensor, path: Path) -> Non
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
+RETURNED = "return_hidden_states"
+
+
 def sglang(turns: int, end: float):
-    """Yield plain prefill, hsnb's capture, and return_hidden_states (the last state only, as JSON) on one server."""
-    yield "sglang", _served("safetensors", ("plain", "hsnb", "return_hidden_states"), turns, end)
+    """Yield plain prefill and hsnb's capture on one server, and return_hidden_states (the last state only, as JSON) on another."""
+    yield "sglang", _served("safetensors", ("plain", "hsnb", RETURNED), turns, end)
 
 
 def pt(turns: int, end: float):
@@ -240,21 +243,49 @@ def _served(layout: str, ways: tuple[str, ...], turns: int, end: float) -> Part:
     from hsnb.server import Server
 
     made = deployment("cpu", None, layout)
-    server = made.server.model_copy(update={"flags": {**made.server.flags, "enable-return-hidden-states": True}})
     ids = [prompt_ids(128, VOCAB, seed=n) for n in range(4)]
     found: dict[str, list[Sample]] = {way: [] for way in ways}
-    with Server.start(made.model_copy(update={"server": server}), log_dir=Path(tempfile.mkdtemp(prefix="hsnb-others-"))) as running:
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsnb-others-")))
+        running = stack.enter_context(Server.start(made, log_dir=logs))
+        if RETURNED in ways:  # hsnb refuses to capture on a server that may return them: it changes what the model returns
+            flags = {**made.server.flags, "enable-return-hidden-states": True}
+            other = made.model_copy(update={"server": made.server.model_copy(update={"flags": flags})})
+            returning = stack.enter_context(Server.start(other, log_dir=logs, capture=False))
         for turn, way in itertools.product(range(turns + 1), ways):
             if turn > 1 and time.monotonic() > end:
                 break
-            kind = "hsnb-bench" if way.startswith("hsnb") else "plain"
-            t = one_turn(running, ids, 64, kind, **({"return_hidden_states": True} if way.startswith("return") else {}))
+            server = returning if way == RETURNED else running
+            before = _cpu(server)
+            if way == RETURNED:
+                answered = seconds = _returned(server, ids)
+            else:
+                done = one_turn(server, ids, 64, "hsnb-bench" if way.startswith("hsnb") else "plain")
+                answered, seconds = done.answered_s, done.published_s
             if turn:
-                found[way].append(
-                    Sample(tokens=t.tokens, nbytes=0, seconds=t.published_s, stood_s=t.answered_s, cpu_s=t.cpu_s + t.writer_cpu_s)
-                )
+                tokens = sum(map(len, ids))
+                found[way].append(Sample(tokens=tokens, nbytes=0, seconds=seconds, stood_s=answered, cpu_s=_cpu(server) - before))
     whole = min(map(len, found.values()))
     return Part(work="4 prompts of 128 tokens at once, SmolLM2 in float32", ways={w: s[:whole] for w, s in found.items()})
+
+
+def _returned(server, ids: list[list[int]]) -> float:
+    """Return the seconds until every state has come back as JSON and is read."""
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_hidden_states": True}
+    with server.client() as client:
+        began = time.perf_counter()
+        replies = client.request("POST", "/generate", body)
+        seconds = time.perf_counter() - began
+    rows = [len(reply["meta_info"]["hidden_states"][0]) for reply in replies]
+    if rows != [len(prompt) for prompt in ids]:
+        raise RuntimeError(f"states of {rows} tokens came back")
+    return seconds
+
+
+def _cpu(server) -> float:
+    """Return the CPU seconds so far of all of a server's processes, in ticks of 10 ms."""
+    launcher = psutil.Process(server.pid)
+    return sum(sum(p.cpu_times()[:2]) for p in (launcher, *launcher.children(recursive=True)))
 
 
 if __name__ == "__main__":
