@@ -42,6 +42,12 @@ def pytest_configure(config):
     config.engine_starts = EngineStarts()
 
 
+def pytest_runtest_logreport(report):
+    """Say at once why a test failed: a run that is cut short never comes to pytest's own summary."""
+    if report.failed:
+        print(f"\n{report.nodeid}, {report.when}:\n" + "\n".join(report.longreprtext.splitlines()[-40:]), flush=True)
+
+
 def pytest_terminal_summary(terminalreporter, config):
     starts = config.engine_starts.seen
     terminalreporter.write_line(f"real engine starts: {len(starts)}")
