@@ -38,9 +38,10 @@ from tests.project import environment, make_project, tiny_params
 from tests.reference import relative_l2
 from tests.zygote import Zygote
 
-pytestmark = [pytest.mark.engine("tiny, killed"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine("tiny, killed"), pytest.mark.timeout(1800)]
 
 SAMPLES, CLIENT_KILLS, SERVER_KILLS, SEVERAL_KILLS = 300, 40, 10, 6
+SLACK = 5  # samples that may be published before a killer on a busy machine sees that its moment has come
 SEED = 20261130
 
 
@@ -137,7 +138,7 @@ def moments(folder: Path, kills: int, samples: float, startup_s: float, cycle_s:
         if rng.random() < 1 / 3:
             yield partial(_early, folder, have, early)
         else:
-            more = min(rng.randint(0, each), max(0, SAMPLES - have - 3 * (kills - n)))
+            more = min(rng.randint(0, each), max(0, SAMPLES - have - SLACK * (kills - n)))
             yield partial(_after_samples, folder, have + more, 0.0 if more else early, rng.uniform(0.0, cycle_s), [])
 
 
