@@ -92,8 +92,8 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
     )
 
 
-def one_turn(server, ids: list[list[int]], together: int, kind: str, drain: Drain | None = None, **more) -> Turn:
-    """Send every prompt once, with `more` in each request. Raises RuntimeError when a prompt was not captured."""
+def one_turn(server, ids: list[list[int]], together: int, kind: str, drain: Drain | None = None) -> Turn:
+    """Send every prompt once. Raises RuntimeError when a prompt was not captured."""
     from concurrent.futures import ThreadPoolExecutor
 
     rids = [f"{kind}-{uuid.uuid4().hex}" for _ in ids]
@@ -108,7 +108,7 @@ def one_turn(server, ids: list[list[int]], together: int, kind: str, drain: Drai
         if drain:
             drain.start()
         asked = [
-            pool.submit(client.request, "POST", "/generate", {"rid": rids[p], "input_ids": ids[p], "sampling_params": sampling, **more})
+            pool.submit(client.request, "POST", "/generate", {"rid": rids[p], "input_ids": ids[p], "sampling_params": sampling})
             for p in parts
         ]
         for reply in asked:

@@ -76,21 +76,27 @@ def test_kv_rows_are_copied_even_when_they_overlap(ops):
 
 
 @pytest.mark.parametrize(
-    ("argv", "cpu_engine", "waits"),
+    ("argv", "given", "waits"),
     [
-        (["python", "-m", "sglang.launch_server", "--port", "1"], "1", True),
-        (["python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"], "1", True),  # a scheduler
-        (["python", "-m", "hsnb.patch", "3"], "1", False),  # the process that writes: no plug-in would end it
-        (["python", "-m", "sglang.launch_server", "--port", "1"], None, False),
+        (["python", "-m", "sglang.launch_server", "--port", "1"], {"SGLANG_USE_CPU_ENGINE": "1"}, True),
+        (
+            ["python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"],
+            {"SGLANG_USE_CPU_ENGINE": "1"},
+            True,
+        ),  # a scheduler
+        (["python", "-m", "hsnb.patch", "3"], {"SGLANG_USE_CPU_ENGINE": "1"}, False),  # the process that writes: no plug-in would end it
+        (["python", "-m", "sglang.launch_server", "--port", "1"], {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "hsnb"}, False),
+        (["python", "-m", "sglang.launch_server", "--port", "1"], {}, False),
     ],
 )
-def test_the_garbage_collector_waits_for_the_plug_ins_only(argv, cpu_engine, waits, monkeypatch):
+def test_the_garbage_collector_waits_for_the_plug_ins_only(argv, given, waits, monkeypatch):
     shims = load("hsnb_cpu_shims.py")
     monkeypatch.setattr(sys, "orig_argv", argv)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    if cpu_engine:
-        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", cpu_engine)
+    for name in ("SGLANG_USE_CPU_ENGINE", "SGLANG_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     try:
         shims.install()
         assert gc.isenabled() is not waits

@@ -35,7 +35,7 @@ def answers(server) -> list[tuple]:
 
 HOOKED = {
     "unset": ({}, "[] True"),  # loaded, and not a trace
-    "without hsnb": ({"SGLANG_PLUGINS": "hsnb_cpu_shims"}, "[] False"),
+    "without hsnb": ({"SGLANG_PLUGINS": "hsnb_cpu_shims"}, "[] False"),  # as on a server without hsnb
     "set": (
         {"SGLANG_HS_DUMP_DIR": "/dev/shm/hsnb-never-written", "SGLANG_HS_DUMP_BOUNDARIES": "2,4"},
         "['sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run', "
@@ -46,12 +46,16 @@ HOOKED = {
 
 
 @pytest.fixture(scope="module")
-def loading() -> dict[str, subprocess.Popen]:
+def loading():
     """A process that loads the plug-ins for each case, side by side: most of its time is the import of SGLang."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG")} | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", PLUGINS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return {name: subprocess.Popen(command, env=env | variables, **pipes) for name, (variables, _) in HOOKED.items()}
+    processes = {name: subprocess.Popen(command, env=env | variables, **pipes) for name, (variables, _) in HOOKED.items()}
+    yield processes
+    for process in processes.values():  # of a test that was not chosen, or that failed
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("name", HOOKED)

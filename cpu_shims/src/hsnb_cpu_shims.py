@@ -37,8 +37,9 @@ class _DeclareTorchvisionOps:
 def install():
     """Called from hsnb_cpu_shims.pth at every interpreter's start."""
     sys.meta_path.insert(0, _DeclareTorchvisionOps)
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and {"sglang.launch_server", "--multiprocessing-fork"} & set(sys.orig_argv):
-        gc.disable()  # not in what a server's process starts beside: no plug-in is loaded there
+    server = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and {"sglang.launch_server", "--multiprocessing-fork"} & set(sys.orig_argv)
+    if server and "hsnb_cpu_shims" in os.environ.get("SGLANG_PLUGINS", "hsnb_cpu_shims"):
+        gc.disable()  # only where register() will be called, which gives it back
 
 
 def register():
