@@ -12,7 +12,7 @@ from hsnb.dumps import Dump
 from hsnb.errors import DumpError
 
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # the bits of infinity; NaN is above
-_BLOCK = 1 << 18  # bytes
+_BLOCK = 1 << 20  # bytes
 Faults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # bool [S, columns] each: not finite, zero, constant
 
 
@@ -92,12 +92,12 @@ def row_faults(states: torch.Tensor) -> Faults:
         wild = ~(torch.isfinite(low) & torch.isfinite(high))
         return wild, (low == 0) & (high == 0), (low == high) & (low != 0) & ~wild
     look = RowLook(*states.shape, states.dtype)
-    look.add(states.contiguous().view(torch.int32 if states.itemsize == 4 else torch.int16).numpy())
+    look.add(memoryview(states.contiguous().view(torch.uint8).numpy().reshape(-1)))
     return look.faults()
 
 
 class RowLook:
-    """Look at the rows of [S, columns, H] as they come, for `row_faults`; `dtype`: bfloat16, float16 or float32.
+    """Look at the rows of [S, columns, H] as their bytes come, for `row_faults`; `dtype`: bfloat16, float16 or float32.
 
     By numpy and in blocks that stay in a core's cache: this is done to every byte that is extracted, by several threads, and
     torch's own threads and its slow minimum of 16-bit floats cost three times as much (docs/performance.md).
@@ -107,33 +107,49 @@ class RowLook:
         self.columns, self.width, self.dtype = columns, width, dtype
         self._signed = np.dtype(f"i{dtype.itemsize}")
         self._unsigned = np.dtype(f"u{dtype.itemsize}")
-        self._least, self._most = (np.empty((rows, columns), self._signed) for _ in range(2))
+        self._most = np.empty((rows, columns), self._signed)
         self._most_negative = np.empty((rows, columns), self._unsigned)
+        self._constant = np.empty((rows, columns), bool)
         self._seen = 0
+        self._part = bytearray()  # of a row whose rest is to come
         self.row_bytes = columns * width * dtype.itemsize
 
-    def add(self, data) -> None:
-        """Look at the next whole rows: their bytes, or an array of them."""
+    def add(self, data: memoryview) -> None:
+        """Look at the next bytes, which may end within a row."""
+        if self._part:
+            missing = self.row_bytes - len(self._part)
+            self._part += data[:missing]
+            data = data[missing:]
+            if len(self._part) < self.row_bytes:
+                return
+            self._add_rows(self._part)
+            self._part = bytearray()
+        whole = len(data) // self.row_bytes * self.row_bytes
+        self._add_rows(data[:whole])
+        self._part += data[whole:]
+
+    def _add_rows(self, data) -> None:
         bits = np.frombuffer(data, self._signed).reshape(-1, self.columns, self.width)
         unsigned, step = bits.view(self._unsigned), max(1, _BLOCK // max(1, self.row_bytes))
         for first in range(0, len(bits), step):
             part = slice(first, first + step)
             there = slice(self._seen + first, self._seen + min(first + step, len(bits)))
-            bits[part].min(-1, out=self._least[there])
-            bits[part].max(-1, out=self._most[there])  # of the positive numbers the largest, where there are any
-            unsigned[part].max(
-                -1, out=self._most_negative[there]
-            )  # of the negative ones the largest, likewise: their sign is the first bit
+            np.maximum.reduce(bits[part], -1, out=self._most[there])  # of the positive numbers the largest, where there are any
+            np.maximum.reduce(unsigned[part], -1, out=self._most_negative[there])  # of the negative ones: their sign is the first bit
+        ends, middle = bits[:, :, 0] == bits[:, :, -1], bits[:, :, 0] == bits[:, :, self.width // 2]
+        self._constant[self._seen : self._seen + len(bits)] = False
+        for row, column in np.argwhere(ends & middle):  # few: only they are looked at whole
+            self._constant[self._seen + row, column] = (bits[row, column] == bits[row, column, 0]).all()
         self._seen += len(bits)
 
     def faults(self) -> Faults:
         """Return what row_faults does. Raises ValueError when there are rows to come."""
-        if self._seen != len(self._least):
-            raise ValueError(f"{self._seen} of {len(self._least)} rows were looked at")
+        if self._seen != len(self._most) or self._part:
+            raise ValueError(f"{self._seen} of {len(self._most)} rows were looked at")
         infinite, sign = _EXPONENTS[self.dtype], 1 << (8 * self.dtype.itemsize - 1)
         wild = (self._most >= infinite) | (self._most_negative >= sign + infinite)
         zero = (self._most <= 0) & (self._most_negative <= sign)  # 0 and -0
-        return tuple(torch.from_numpy(a) for a in (wild, zero, (self._least == self._most) & ~zero & ~wild))
+        return tuple(torch.from_numpy(a) for a in (wild, zero, self._constant & ~zero & ~wild))
 
 
 def require(checks: list[Check], what: str, next: str) -> None:

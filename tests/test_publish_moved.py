@@ -14,6 +14,7 @@ from safetensors import safe_open
 from hsnb.checks import Asked, RowLook, row_faults
 from hsnb.dumps import open_dump
 from hsnb.errors import DumpError, ExtractError
+from hsnb.extract.faults import disk_full
 from hsnb.extract.output import Output
 from hsnb.extract.staging import Task, stage
 from hsnb.patch.spool import SafetensorsRequest, bits, dtype_name
@@ -65,10 +66,7 @@ def test_a_copy_from_another_file_system_has_the_same_bytes_whatever_the_request
     moved = publish(tmp_path / "a", dumped(tmp_path / "spool")[0])
     path, _ = dumped(tmp_path / "spool", rid="hsnb-a-much-longer-name-" + "9" * 60)
 
-    def other_file_system(source, target):
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(place.os, "rename", other_file_system)
+    other_file_system(monkeypatch)
     copied = publish(tmp_path / "b", path)
     assert moved[0].read_bytes() == copied[0].read_bytes() and moved[1:] == copied[1:]
     assert path.exists(), "the caller frees it"
@@ -96,8 +94,8 @@ def test_what_fails_on_the_way_puts_the_dump_back_and_the_next_try_is_whole(tmp_
         return once
 
     module, name = {
-        "relabel": ("hsnb.trainers.speculators", "relabel"),
-        "sync": ("hsnb.trainers.layout", "synced_checksum"),
+        "relabel": ("hsnb.trainers.speculators", "relabelled"),
+        "sync": ("hsnb.trainers.speculators", "synced_checksum"),
         "rename": ("os", "replace"),
     }[step]
     monkeypatch.setattr(sys.modules[module], name, failing(getattr(sys.modules[module], name)))
@@ -153,17 +151,105 @@ def test_a_row_that_cannot_be_a_state_is_found_while_the_file_is_read_back_and_t
     assert path.read_bytes()[4096:] == before[4096:] and [p for p in out.staging.rglob("*") if p.is_file()] == []
 
 
-def test_rows_in_blocks_are_looked_at_as_rows_at_once(tmp_path, monkeypatch):
+def test_bytes_in_pieces_of_any_size_are_looked_at_as_rows_at_once():
     states = torch.randn(41, 3, 16).to(torch.bfloat16)
-    states[5, 1], states[20, 0, 3], states[40, 2] = 0, float("inf"), 1.5
+    states[5, 1], states[20, 0, 3], states[30, 1, 7], states[40, 2] = 0, float("inf"), -float("nan"), 1.5
     whole = row_faults(states)
-    for rows in (1, 4, 41):
+    assert [sorted(map(tuple, bad.nonzero().tolist())) for bad in whole] == [[(20, 0), (30, 1)], [(5, 1)], [(40, 2)]]
+    data = memoryview(states.view(torch.int16).numpy().tobytes())
+    row = len(data) // 41
+    for size in (1, 7, row - 1, row, row + 1, 4 * row, 10 * row + 5, len(data)):
         look = RowLook(41, 3, 16, torch.bfloat16)
-        data = states.view(torch.int16).numpy().tobytes()
-        for at in range(0, len(data), rows * look.row_bytes):
-            look.add(data[at : at + rows * look.row_bytes])
-        assert all(torch.equal(a, b) for a, b in zip(look.faults(), whole, strict=True))
-    with pytest.raises(ValueError, match="40 of 41 rows"):
+        for at in range(0, len(data), size):
+            look.add(data[at : at + size])
+        assert all(torch.equal(a, b) for a, b in zip(look.faults(), whole, strict=True)), size
+    for end in (40 * row, 41 * row - 1):
         short = RowLook(41, 3, 16, torch.bfloat16)
-        short.add(data[: 40 * look.row_bytes])
-        short.faults()
+        short.add(data[:end])
+        with pytest.raises(ValueError, match="40 of 41 rows"):
+            short.faults()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 48])
+def test_a_row_whose_ends_and_middle_agree_is_not_constant_for_that(width):
+    states = torch.ones(2, 1, width, dtype=torch.bfloat16)
+    states[0, 0, width // 3] = 2.0
+    assert row_faults(states)[2].flatten().tolist() == [width == 1, True]
+
+
+# -- copied past the page cache
+
+
+def other_file_system(monkeypatch):
+    def rename(source, target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(place.os, "rename", rename)
+
+
+@pytest.mark.parametrize("n", [1, 20, 21, 42, 43, 300])
+def test_a_copy_of_any_length_is_the_file_with_another_header(tmp_path, monkeypatch, n):
+    """In pieces of two pages, so that rows, pages and the file end anywhere in them."""
+    monkeypatch.setattr(place, "_PIECE", 8192)
+    monkeypatch.setattr(place, "_BLOCK", 4096)
+    source, target = tmp_path / "a", tmp_path / "b"
+    states = torch.randn(n, 4, 48, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16)
+    states[n // 2, 1], states[-1, 3, 5] = 0, float("inf")
+    rest = states.view(torch.int16).numpy().tobytes()
+    source.write_bytes(b"x" * 5000 + b"ids" + rest)
+    look = RowLook(n, 4, 48, torch.bfloat16)
+    size, digest = place.copy(source, target, b"H" * 5000, look, 5003)
+    wanted = b"H" * 5000 + b"ids" + rest
+    assert target.read_bytes() == wanted and (size, digest) == (len(wanted), xxhash.xxh3_128_hexdigest(wanted))
+    assert all(torch.equal(a, b) for a, b in zip(look.faults(), row_faults(states), strict=True))
+    assert source.read_bytes()[:1] == b"x"
+
+
+@pytest.mark.parametrize("where", ["nowhere", "open", "write"])
+def test_a_file_system_that_knows_no_way_past_its_cache_is_written_through_it(tmp_path, monkeypatch, where):
+    other_file_system(monkeypatch)
+    opened, written = os.open, os.pwrite
+    asked, refused = [], []
+
+    def open_(path, flags, *mode):
+        asked.append(bool(flags & os.O_DIRECT))
+        if where == "open" and asked[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    def pwrite(fd, data, at):
+        if where == "write" and not refused:
+            refused.append(at)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return written(fd, data, at)
+
+    path, states = dumped(tmp_path / "spool")
+    monkeypatch.setattr(place.os, "open", open_)
+    monkeypatch.setattr(place.os, "pwrite", pwrite)
+    file, size, checksum = publish(tmp_path / "out", path)
+    assert True in asked and (asked.count(False) > 0) >= (where == "open") and refused == ([0] if where == "write" else [])
+    assert torch.equal(open_dump(file).states(), states) and file.stat().st_mode & 0o777 == 0o644
+    assert (size, checksum) == (file.stat().st_size, xxhash.xxh3_128_hexdigest(file.read_bytes()))
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])
+def test_a_disk_that_fills_up_while_it_is_copied_to_leaves_the_dump_and_nothing_else(tmp_path, monkeypatch, call):
+    other_file_system(monkeypatch)
+    monkeypatch.setattr(place, "_PIECE", 4096)
+    path, states = dumped(tmp_path / "spool", n=200)
+    real, calls = getattr(os, call), []
+
+    def fails(*args):
+        calls.append(call)
+        if len(calls) == (5 if call == "pwrite" else 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(place.os, call, fails)
+    before = path.read_bytes()
+    with pytest.raises(ExtractError, match="No space left on device") as caught:
+        publish(tmp_path / "out", path)
+    assert disk_full(caught.value)
+    assert path.read_bytes() == before and list((tmp_path / "out" / "hidden_states").iterdir()) == []
+    file, _, checksum = publish(tmp_path / "out", path)
+    assert torch.equal(open_dump(file).states(), states) and checksum == xxhash.xxh3_128_hexdigest(file.read_bytes())

@@ -35,6 +35,7 @@ class SafetensorsDump(Dump):
                         f"hidden_states {shape} beside token_ids {file.get_slice('token_ids').get_shape()}, expected [S,K+1,H] and [S]"
                     )
                 self.dtype = file.get_slice("hidden_states")[:0].dtype
+                self._token_ids = file.get_tensor("token_ids").to(torch.int64, copy=True)  # a view would keep the file mapped
             boundaries = tuple(json.loads(meta["boundaries"])) if "boundaries" in meta else UNKNOWN
             final = meta.get("final", UNKNOWN)
             if boundaries != UNKNOWN and len(boundaries) + (final != NO_FINAL) != shape[1]:
@@ -48,8 +49,7 @@ class SafetensorsDump(Dump):
 
     @property
     def token_ids(self) -> torch.Tensor:
-        with safe_open(self.path, "pt") as file:
-            return file.get_tensor("token_ids").to(torch.int64)
+        return self._token_ids
 
     @property
     def nbytes(self) -> int:
@@ -65,12 +65,12 @@ class SafetensorsDump(Dump):
             return file.get_tensor("hidden_states")
 
 
-def relabel(path: Path, meta: dict[str, str]) -> int:
-    """Give a file of hidden_states and token_ids other metadata in place, and return where the states begin; they are its end.
+def relabelled(path: Path, meta: dict[str, str]) -> tuple[bytes, int]:
+    """Return the first bytes of a file of hidden_states and token_ids with other metadata, and where its states begin; they are its end.
 
-    Raises DumpError when it holds anything else, or has no room for it.
+    Raises DumpError when it holds anything else, or has no room for the metadata.
     """
-    with open(path, "r+b") as file:
+    with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         tree = json.loads(file.read(size))
         if tree.keys() != {"__metadata__", "hidden_states", "token_ids"}:
@@ -78,8 +78,7 @@ def relabel(path: Path, meta: dict[str, str]) -> int:
         first, end = tree["hidden_states"]["data_offsets"]
         if 8 + size + end != os.fstat(file.fileno()).st_size:
             raise unreadable(path, f"states that end at byte {8 + size + end:,}, expected the file's end")
-        _put_header(file, path, {**tree, "__metadata__": meta}, size)
-        return 8 + size + first
+    return _head(path, {**tree, "__metadata__": meta}, size), 8 + size + first
 
 
 def sort_header(path: Path) -> None:
@@ -89,12 +88,13 @@ def sort_header(path: Path) -> None:
     """
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
-        _put_header(file, path, json.loads(file.read(size)), size)
+        head = _head(path, json.loads(file.read(size)), size)
+        file.seek(0)
+        file.write(head)
 
 
-def _put_header(file, path: Path, tree: dict, size: int) -> None:
+def _head(path: Path, tree: dict, size: int) -> bytes:
     header = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     if len(header) > size:
         raise unreadable(path, f"a header of {size} bytes that takes {len(header)} when it is sorted")
-    file.seek(8)
-    file.write(header.ljust(size))
+    return size.to_bytes(8, "little") + header.ljust(size)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NamedTuple
@@ -125,7 +126,7 @@ class _Process:
     def ask(self, task: Task) -> Staged:
         """Have a task done. Raises what it raised, and EOFError when the process ended."""
         try:
-            self._connection.send_bytes(pickle.dumps(task))
+            self._connection.send_bytes(_packed(task))
             done, cause = pickle.loads(self._connection.recv_bytes())
         except OSError as error:
             raise EOFError from error
@@ -157,7 +158,7 @@ def main() -> None:
     output = Output(folder, name, layout)
     while True:
         try:
-            task = pickle.loads(connection.recv_bytes())
+            task = _unpacked(connection.recv_bytes())
         except (EOFError, OSError):
             return
         try:
@@ -165,6 +166,22 @@ def main() -> None:
         except Exception as error:
             answer = error, error.__cause__
         connection.send_bytes(_pickled(answer))
+
+
+def _packed(task: Task) -> bytes:
+    """Pickle a task, its tensors as arrays: torch pickles a tensor as a whole archive."""
+    asked, mask = task.asked, task.loss_mask
+    return pickle.dumps(
+        task._replace(asked=replace(asked, token_ids=asked.token_ids.numpy()), loss_mask=None if mask is None else mask.numpy())
+    )
+
+
+def _unpacked(data: bytes) -> Task:
+    task: Task = pickle.loads(data)
+    asked, mask = task.asked, task.loss_mask
+    return task._replace(
+        asked=replace(asked, token_ids=torch.from_numpy(asked.token_ids)), loss_mask=None if mask is None else torch.from_numpy(mask)
+    )
 
 
 def _pickled(answer: tuple) -> bytes:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from hsnb.boundaries import from_boundaries, model_family
-from hsnb.checks import Faults, RowLook, row_faults
+from hsnb.checks import Faults, row_faults
 from hsnb.dumps import Dump
 from hsnb.dumps.memory import MemoryDump
 from hsnb.errors import DumpError, ExtractError, HsnbError, ModelError, ParamsError
@@ -199,25 +199,23 @@ class Layout(ABC):
         folder: Path,
         file: str,
         nbytes: int,
-        fill: Callable[[Path], None],
+        fill: Callable[[Path], tuple[int, str] | None],
         *,
         check: Callable[[Path], None] | None = None,
         undo: Callable[[Path, Path], None] = lambda *_: None,
         sync: bool = True,
-        look: Callable[[], tuple[RowLook, int]] | None = None,
     ) -> tuple[str, int, str]:
         """Have `fill` make a file of about `nbytes` under a temporary name, make it durable, `check` it, and give it its name.
 
-        `look()`: what is to see the states while the file is read back, and where they begin.
+        A `fill` that makes it durable itself returns its bytes and their xxh3-128.
 
         Return (file, bytes, xxh3-128 of the file). What fails is raised as `publish` says, `undo` called with the temporary name and the real one.
         """
         path = folder / file
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
         try:
-            fill(temporary)
+            size, checksum = fill(temporary) or synced_checksum(temporary)
             temporary.chmod(0o644)  # a dump is private; the trainer may be another user's
-            size, checksum = synced_checksum(temporary, *(look() if look else ()))
             if check:
                 check(temporary)
             os.replace(temporary, path)

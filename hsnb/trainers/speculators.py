@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from hsnb.checks import Faults, RowLook
 from hsnb.dumps import UNKNOWN, Dump, open_dump
 from hsnb.dumps.dump import unreadable
-from hsnb.dumps.safetensors import SafetensorsDump, relabel, sort_header
+from hsnb.dumps.safetensors import SafetensorsDump, relabelled, sort_header
 from hsnb.trainers.folder import FileFolder, TrainingSample, make_sample
 from hsnb.trainers.layout import Layout, Row, Training, Written, sample_meta
-from hsnb.trainers.place import move
+from hsnb.trainers.place import copy, move, synced_checksum
 from hsnb.trainers.table import write_table
 
 STATES = "hidden_states"
@@ -110,12 +110,16 @@ class SpeculatorsLayout(Layout):
         """
         if not isinstance(dump, SafetensorsDump) or (dump.dtype, dump.final) != (self.DTYPE, self.final):
             return super().publish(folder, row, dump, loss_mask, judge)
-        moved, states_at, rows = False, 0, RowLook(dump.num_tokens, dump.columns, dump.hidden_size, dump.dtype)
+        moved, rows = False, RowLook(dump.num_tokens, dump.columns, dump.hidden_size, dump.dtype)
 
-        def fill(path: Path) -> None:
-            nonlocal moved, states_at
-            moved = move(dump.path, path)
-            states_at = relabel(path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
+        def fill(path: Path) -> tuple[int, str]:
+            nonlocal moved
+            head, states_at = relabelled(dump.path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
+            if not (moved := move(dump.path, path)):
+                return copy(dump.path, path, head, rows, states_at)
+            with open(path, "r+b") as file:
+                file.write(head)
+            return synced_checksum(path, rows, states_at)
 
         def undo(*paths: Path) -> None:
             for path in paths:
@@ -125,9 +129,7 @@ class SpeculatorsLayout(Layout):
         def check(_: Path) -> None:
             judge(rows.faults())
 
-        return self.put(
-            folder, self.sample_file(row), dump.nbytes, fill, undo=undo, sync=False, look=lambda: (rows, states_at), check=check
-        )
+        return self.put(folder, self.sample_file(row), dump.nbytes, fill, undo=undo, sync=False, check=check)
 
     @staticmethod
     def meta(about: dict[str, str], boundaries: tuple[int, ...], final: str) -> dict[str, str]:
