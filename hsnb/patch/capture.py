@@ -101,7 +101,7 @@ class Capture:
         """Return why a prompt is not text alone, "" when it is. An image's own ids are SGLang's, a placeholder's row no image's."""
         if getattr(req, "multimodal_inputs", None) is not None:
             return "the prompt has an image: only text is captured"
-        if self.images.isdisjoint(req.origin_input_ids):
+        if not self.images or self.images.isdisjoint(req.origin_input_ids):  # an empty set would look at every id, too
             return ""
         row, token = next((i, t) for i, t in enumerate(req.origin_input_ids) if t in self.images)
         return f"token id {token} at row {row} is the placeholder of an image: only text is captured, leave such prompts out"
@@ -228,6 +228,8 @@ class Capture:
             columns = States([states[k] for k in wanted])
             if columns.tokens != token_ids.shape[0]:
                 raise ValueError(f"{columns.tokens} rows for {token_ids.shape[0]} tokens: scattered tokens are not captured")
+            if (dtype := dtype_name(columns.dtype)) != self.meta["dtype"]:
+                raise ValueError(f"states are {dtype}, the model is {self.meta['dtype']}")
             ids = token_ids.to(torch.int64, copy=True)  # [tokens]
             if self.writes and columns.on_gpu:
                 self.writer.follow(columns.stacked, ids)
@@ -263,8 +265,6 @@ class Capture:
         if rows.start == 0:
             if file is not None:  # retracted in the middle of its chunks: it starts again
                 self.writer.give_up(self.open.pop(rows.request_id))
-            if dtype_name(states.dtype) != self.meta["dtype"]:
-                raise ValueError(f"states are {dtype_name(states.dtype)}, the model is {self.meta['dtype']}")
             known, kinds = self.lengths[rows.request_id], (len(states.columns), states.hidden_size, self.meta["dtype"])
             file = self.open[rows.request_id] = File(Begin(rows.request_id, known.tokens, rows.kind, *kinds), known.seen)
         if file is None:

@@ -20,6 +20,7 @@ import torch
 VARIABLE = "SGLANG_HS_DUMP_RING_MIB"
 _CHUNKS = 4  # with overlapped scheduling two batches are on the device while a third is written
 _LEAST, _MOST = 64 << 20, 2 << 30  # bytes, of the default
+_EDGES = 4096  # bytes, so that half a chunk with its ids fits a piece: two messages for a chunk and not three
 _ALIGN = 512  # bytes: a piece can be viewed as any dtype
 PATIENCE_S = 60.0  # SGLang's own watchdog ends a scheduler that stands still for 300
 
@@ -37,7 +38,7 @@ def ring_bytes(chunk_tokens: int, token_bytes: int) -> int:
     """Return the ring's size: SGLANG_HS_DUMP_RING_MIB, or four prefill chunks within 64 MiB and 2 GiB. Raises ValueError."""
     asked = os.environ.get(VARIABLE, "")
     if not asked:
-        return min(max(_CHUNKS * chunk_tokens * token_bytes, _LEAST), _MOST)
+        return min(max(_CHUNKS * (chunk_tokens * token_bytes + _EDGES), _LEAST), _MOST)
     if not asked.isdigit() or int(asked) < 1:
         raise ValueError(f"{VARIABLE} is {asked!r}, expected a whole number of MiB, 1 or more")
     return int(asked) << 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rows:
     """`offset` in the batch, `start` in the prompt, `n` of them; `goes_on`: the rows before them are of the same chunk."""
 
@@ -48,7 +48,7 @@ def cuts(rows: list[Rows], most: int) -> Iterator[tuple[int, int, list[int]]]:
         i = j + 1
 
 
-@dataclass
+@dataclass(slots=True)
 class Seen:
     """What is known of one request object of SGLang's over all its batches; a new one with an old id starts afresh."""
 

@@ -54,7 +54,7 @@ def start_process(connection: Connection, ring: int, armed: int) -> subprocess.P
     return subprocess.Popen([sys.executable, "-m", "hsnb.patch", *map(str, files)], pass_fds=files, stdin=subprocess.DEVNULL)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class File:
     """One request's dump, as the scheduler sees it: it is written elsewhere."""
 
