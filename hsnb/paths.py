@@ -10,6 +10,7 @@ from pathlib import Path
 from hsnb.errors import ParamsError, ServerError
 
 SPOOL_ROOT = Path("/dev/shm/hsnb")
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs", "wekafs"}
 
 
@@ -76,11 +77,28 @@ def run_dir(run: str, *, make: bool = True) -> Path:
 
 def on_network(folder: Path) -> bool:
     """Say whether `folder` is on a file system that other machines share."""
+    kind, _ = _mount(folder)
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def in_small_pages(folder: Path) -> bool:
+    """Say whether `folder` is in memory in pages of 4 kB, and large ones could be had: `mount -o remount,huge=within_size`."""
+    kind, options = _mount(folder)
+    large = [o for o in options.split(",") if o.startswith("huge=") and o != "huge=never"]
+    try:
+        possible = "[deny]" not in _LARGE_PAGES.read_text()
+    except OSError:  # a kernel without them
+        possible = False
+    return kind == "tmpfs" and not large and possible
+
+
+def _mount(folder: Path) -> tuple[str, str]:
+    """Return the kind and the options of the file system that `folder` is on."""
     import psutil
 
     mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
-    kind = max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
-    return kind in _NETWORK or kind.startswith("fuse.")
+    found = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    return (found.fstype, found.opts) if found else ("", "")
 
 
 def default_spool(port: int) -> Path:

@@ -241,6 +241,29 @@ def test_a_kill_by_the_kernel_is_told_from_the_exit_code():
     assert causes.find_cause([], code=1).words == "nothing was written to the log"
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "system", "small"),
+    [
+        ("tmpfs", "rw,relatime", "always within_size advise [never] deny force", True),
+        ("tmpfs", "rw,huge=never", "[never]", True),
+        ("tmpfs", "rw,huge=within_size", "[never]", False),
+        ("tmpfs", "rw", "never [deny]", False),
+        ("tmpfs", "rw", None, False),
+        ("ext4", "rw", "[never]", False),
+    ],
+)
+def test_a_spool_in_small_pages_is_told_where_a_gpu_fills_it(monkeypatch, tmp_path, model, kind, options, system, small):
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4", opts="rw"), SimpleNamespace(mountpoint="/dev/shm", fstype=kind, opts=options)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setattr(paths, "_LARGE_PAGES", tmp_path / "shmem_enabled")
+    if system is not None:
+        (tmp_path / "shmem_enabled").write_text(system + "\n")
+    assert paths.in_small_pages(SHM / "hsnb") is small and not paths.in_small_pages(tmp_path)
+    for device, told in (("cuda", small), ("cpu", False)):
+        (row,) = [r for r in preflight(deployment(model, device=device)).rows if r.check == "spool"]
+        assert ("pages of 4 kB" in f"{row.value} {row.note}") is told and row.ok
+
+
 def test_why_the_plugin_did_not_load():
     lines = ["[2026] Failed to load plugin hsnb from group sglang.srt.plugins", "Traceback ...", "AttributeError: no attribute 'register'"]
     assert causes.plugin_failure(lines) == "AttributeError: no attribute 'register'"
@@ -274,6 +297,17 @@ def test_a_hang_in_warm_up_is_told_from_a_slow_load(monkeypatch, tmp_path):
         wait(monkeypatch, tmp_path, {"/model_info": 200, "/server_info": 200, "/health": 503}, "Load weight end.\n")
     with pytest.raises(ServerError, match=r"still loading \(Load weight begin.\).*raise server.ready_timeout_s"):
         wait(monkeypatch, tmp_path, {}, "Load weight begin.\n")
+
+
+def test_a_port_that_was_taken_while_the_server_loaded_is_told_at_once(monkeypatch, tmp_path):
+    """uvicorn gives up, and SGLang waits for its scheduler for ever."""
+    line = "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 37569): address already in use"
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"the port was taken while the server loaded: ERROR: .*37569.*start it again"):
+        wait(
+            monkeypatch, tmp_path, {}, f"Load weight end.\n[2026-11-30 18:44:34] {line}\nINFO:     Waiting for application shutdown.\n", 60
+        )
+    assert time.monotonic() - began < 10
 
 
 def test_ready_by_http_and_the_line_alone_is_not_enough(monkeypatch, tmp_path):
@@ -665,4 +699,6 @@ def test_the_supervisor_is_light():
 
 
 def test_pick_port_gives_one_that_is_free(model):
-    assert 1024 < pick_port(deployment(model)) < 65536 and pick_port(deployment(model, port=4)) == 4
+    assert pick_port(deployment(model, port=4)) == 4
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert {1024 < pick_port(deployment(model)) < first for _ in range(50)} == {True}, "one that nobody connects from meanwhile"

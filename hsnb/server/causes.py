@@ -132,6 +132,11 @@ def is_fired_up(log: Path) -> bool:
     return any(FIRED_UP in line for line in read_lines(log))
 
 
+def cannot_listen(log: Path) -> str:
+    """Return the line that says that the port was taken when the server came to listen, or "": SGLang then hangs."""
+    return next((_STAMP.sub("", line).strip() for line in read_lines(log) if "error while attempting to bind on address" in line), "")
+
+
 def plugin_failure(lines: list[str]) -> str:
     """Return why hsnb's plug-in did not load (the error under SGLang's log line), or "". SGLang starts without it."""
     for i, line in enumerate(lines):

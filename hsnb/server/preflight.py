@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import random
 import shutil
 import socket
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from hsnb.server.supervisor import family
 GIB = 1 << 30
 MIN_SPOOL_BYTES = 256 << 20  # a few requests in flight; the extraction works out its own need
 MIN_DISK_BYTES = 1 * GIB  # for logs and reports; the extraction works out its own need
+_PORTS = 10_000, 32_768  # Linux connects from 32768 on (net.ipv4.ip_local_port_range)
 MIN_SHM_BYTES = 64 << 20  # SGLang's own queues; Docker's default
 
 
@@ -207,14 +209,15 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def pick_port(deployment: Deployment) -> int:
-    """Return the deployment's port, or for 0 a free one whose default spool is not taken either."""
+    """Return the deployment's port, or for 0 a free one whose default spool is not taken either.
+
+    It is below those that the kernel gives to whoever connects: half a minute passes until the server listens there.
+    """
     if deployment.server.port:
         return deployment.server.port
     while True:
-        with socket.socket(family(deployment.server.host)) as probe:
-            probe.bind((deployment.server.host, 0))
-            port = probe.getsockname()[1]
-        if not paths.default_spool(port).exists():
+        port = random.randrange(*_PORTS)
+        if port_is_free(deployment.server.host, port) and not paths.default_spool(port).exists():
             return port
 
 
@@ -236,7 +239,7 @@ def _port(deployment: Deployment) -> tuple[str, str]:
 def _spool(deployment: Deployment) -> tuple[str, str]:
     given = deployment.server.spool
     if not given and deployment.server.port == 0:
-        return f"{paths.SPOOL_ROOT}/(port)", _space(paths.SPOOL_ROOT.parent, MIN_SPOOL_BYTES)[0]
+        return f"{paths.SPOOL_ROOT}/(port)", _space(paths.SPOOL_ROOT.parent, MIN_SPOOL_BYTES)[0] + _pages(deployment, SHM)
     spool = Path(given) if given else paths.default_spool(deployment.server.port)
     existed = spool.exists()
     if existed and not (spool / MARKER).is_file() and any(spool.iterdir()):
@@ -250,7 +253,13 @@ def _spool(deployment: Deployment) -> tuple[str, str]:
     value, note = _space(spool, MIN_SPOOL_BYTES)
     if not existed:
         spool.rmdir()
-    return str(spool), f"{value}, {note}"
+    return str(spool), f"{value}, {note}{_pages(deployment, spool)}"
+
+
+def _pages(deployment: Deployment, folder: Path) -> str:
+    """Return advice where a GPU fills a spool faster than pages of 4 kB can be had."""
+    small = resolve_device(deployment.server.device) == "cuda" and paths.in_small_pages(folder)
+    return "; in pages of 4 kB: large ones cost a fraction (docs/performance.md)" if small else ""
 
 
 def _space(folder: Path, least: int, *, total: bool = False) -> tuple[str, str]:
