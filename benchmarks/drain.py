@@ -10,6 +10,7 @@ drain-results.json; `python -m benchmarks.render_speed` makes the table of docs/
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ import torch
 from benchmarks.drain_results import FILE, Case, DrainResults, DrainRun, DrainTurn
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
+from benchmarks.large_pages import mounted
 from hsnb.collect import free
 from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
@@ -79,12 +81,14 @@ def main(argv: list[str] | None = None) -> int:
     publishing = threads()
     found = DrainRun(date=now(), cores=len(os.sched_getaffinity(0)), threads=publishing, versions=versions())
     memory = Path("/dev/shm")
-    for name in args.loads.split(","):
-        for where, spool, output in (
-            ("memory to memory", memory, memory),
-            ("memory to disk", memory, args.disk),
-            ("disk to disk", args.disk, args.disk),
-        ):
+    with mounted() as large:
+        ways = {
+            "memory to memory": (memory, memory),
+            **({"memory to memory, large pages": (large, large), "memory in large pages to disk": (large, args.disk)} if large else {}),
+            "memory to disk": (memory, args.disk),
+            "disk to disk": (args.disk, args.disk),
+        }
+        for name, (where, (spool, output)) in itertools.product(args.loads.split(","), ways.items()):
             turns = [one_turn(DUMPS[name], spool, output, publishing) for _ in range(args.turns + 1)][1:]  # the first one warms up
             case = Case(dumps=DUMPS[name].words, where=where, turns=turns)
             found = found.model_copy(update={"cases": {**found.cases, f"{name}, {where}": case}})

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             make_models(plan)
         if not chosen:
             fleet.begin()
-        context = Context(plan, fleet)
+        context = Context(plan, fleet, args.out, began + args.limit_s)
         for name, (title, step) in todo.items():
             if name not in (chosen or [n for n in todo if n not in ON_REQUEST]):
                 continue

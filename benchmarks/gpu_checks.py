@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import torch
@@ -32,6 +34,8 @@ class Context:
 
     plan: Plan
     fleet: Fleet
+    out: Path = Path()  # of the results
+    ends: float = math.inf  # monotonic: when what takes turns is to stop
     kept: dict = field(default_factory=dict)
     keep: Callable = lambda figures, tables: None
     _found: Found = ([], [])

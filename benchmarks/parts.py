@@ -9,6 +9,7 @@ of the whole process: threads that spin count.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import sys
@@ -25,16 +26,17 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
+from benchmarks.large_pages import mounted
 from benchmarks.others import META
 from benchmarks.parts_results import FILE, Parts
-from hsnb.checks import row_faults
+from hsnb.checks import RowLook, row_faults
 from hsnb.patch.armed import Armed, ArmedFile
 from hsnb.patch.batch import States
 from hsnb.patch.bodies import Body
 from hsnb.patch.capture import Capture
 from hsnb.patch.settings import Settings
 from hsnb.patch.spool import SafetensorsRequest, bits
-from hsnb.trainers.place import file_digest
+from hsnb.trainers.place import copy, file_digest, synced_checksum
 
 Part = tuple[str, str, float, Callable[[], object]]  # name, unit, what one unit is of, work
 
@@ -48,14 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     memory, disk = (Path(tempfile.mkdtemp(prefix="hsnb-parts-", dir=root)) for root in ("/dev/shm", None))
     found: dict[str, list[float]] = {}
     try:
-        for make in (scheduler, capture, client):
-            parts = list(make(memory, disk))
-            for turn in range(args.turns + 1):
-                for name, unit, per, work in parts:
-                    began = time.process_time()
-                    work()
-                    if turn:
-                        found.setdefault(f"{name} [{unit}]", []).append((time.process_time() - began) / per)
+        with mounted() as large:
+            makers = [scheduler(memory), capture(memory), client(memory, disk), pages(memory, "/dev/shm")]
+            for parts in map(list, [*makers, *([pages(large, "memory in large pages")] if large else [])]):
+                for turn in range(args.turns + 1):
+                    for name, unit, per, work in parts:
+                        began = time.process_time()
+                        work()
+                        if turn:
+                            found.setdefault(f"{name} [{unit}]", []).append((time.process_time() - began) / per)
     finally:
         shutil.rmtree(memory)
         shutil.rmtree(disk)
@@ -73,7 +76,7 @@ class Req:
         self.to_finish = self.finished_reason = None
 
 
-def scheduler(memory: Path, disk: Path) -> Iterator[Part]:
+def scheduler(memory: Path) -> Iterator[Part]:
     """Yield what the capture takes of the scheduler for 64 prompts of 128 tokens, so narrow that the copies are nothing, twenty times over."""
     spool, times, n, tokens = memory / "spool", 20, 64, 128
     spool.mkdir()
@@ -97,7 +100,7 @@ def scheduler(memory: Path, disk: Path) -> Iterator[Part]:
     yield "a batch of 64 prompts of 128 tokens, without the copies of states", "ms a batch", times / 1e3, batches
 
 
-def capture(memory: Path, disk: Path) -> Iterator[Part]:
+def capture(memory: Path) -> Iterator[Part]:
     """Yield what the capture does with a batch of four prompts of 128 tokens of SmolLM2 in float32, twenty times over."""
     columns, ring, times = [torch.randn(512, 576) for _ in range(4)], torch.empty(512, 4, 576), 20
     states, rows = States(columns), bits(ring)[:128]
@@ -158,8 +161,41 @@ def client(memory: Path, disk: Path) -> Iterator[Part]:
     yield "checksum of a file in /dev/shm, blocks of 16 MiB", unit, per, digest_in_large_blocks
     yield "checksum of a file in /dev/shm, one block of 1 MiB", unit, per, lambda: file_digest(source)
     yield "saved anew to the disk by save_file", unit, per, lambda: save_file({"hidden_states": states}, plain)
+
+    def copied_past_the_page_cache() -> None:
+        copy(source, disk / "past", b"", RowLook(*states.shape, states.dtype), source.stat().st_size - states.numel() * 2)
+
+    def copied_by_the_kernel() -> None:
+        shutil.copyfile(source, target)
+        synced_checksum(target, RowLook(*states.shape, states.dtype), source.stat().st_size - states.numel() * 2)
+
     yield "copied from /dev/shm to the disk through a buffer of 1 MiB", unit, per, through_a_buffer
     yield "copied from /dev/shm to the disk by the kernel", unit, per, lambda: shutil.copyfile(source, target)
+    yield "copied to the disk by the kernel, synced, read back, hashed and looked at", unit, per, copied_by_the_kernel
+    yield "copied to the disk past the page cache, hashed and looked at on the way, synced", unit, per, copied_past_the_page_cache
+
+
+def pages(folder: Path, words: str) -> Iterator[Part]:
+    """Yield what a prompt of 128 tokens of Kimi's width costs in memory, from the writer to the client's last look; ten of them."""
+    states, times, made = torch.randn(128, 4, 7168).to(torch.bfloat16), 10, itertools.count()
+    rows, ids = bits(states), torch.arange(128).numpy()
+    unit, per = "cores for each GB/s", times * states.numel() * 2 / 1e9
+
+    def written() -> None:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+        for _ in range(times):
+            request = SafetensorsRequest(f"hsnb-{next(made)}", 128, "data", 4, 7168, "bfloat16", META)
+            request.begin(folder)
+            request.put(0, rows, ids)
+            request.publish(folder)
+
+    def read() -> None:
+        for path in folder.glob("*.safetensors"):
+            synced_checksum(path, RowLook(*states.shape, states.dtype), path.stat().st_size - states.numel() * 2)
+
+    yield f"the last ones removed, a file of 128 tokens laid out, written and published: {words}", unit, per, written
+    yield f"such a file read, hashed and looked at: {words}", unit, per, read
 
 
 if __name__ == "__main__":

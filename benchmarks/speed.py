@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
         with Server.start(deployment(device, folder, args.format), log_dir=disk / f"log-{spool}") as server:
             for output, name in itertools.product(outputs.split(","), args.loads.split(",")):
                 place = (output, {"memory": Path("/dev/shm"), "disk": disk}[output]) if output else None
-                load = measure(server, LOADS[device][name], args.turns, end, place)
+                own = found.ceilings if output == "disk" else None
+                load = measure(server, LOADS[device][name], args.turns, end, place, own)
                 label = name + (" from disk" if spool == "disk" else "") + (f" to {output}" if output else "")
                 whole = whole and load.turns == args.turns
                 keep(label, load)

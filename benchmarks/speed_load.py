@@ -11,6 +11,7 @@ import psutil
 
 from benchmarks.gpu_probe import prompt_ids
 from benchmarks.gpu_servers import Plan
+from benchmarks.speed_ceilings import disk_alone
 from benchmarks.speed_drain import Drain
 from benchmarks.speed_results import Load, Turn
 from hsnb.collect import free
@@ -59,15 +60,19 @@ def deployment(device: str, spool: Path | None, layout: str) -> Deployment:
     return made.model_copy(update={"server": server, "capture": made.capture.model_copy(update={"format": layout})})
 
 
-def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str, Path] | None = None) -> Load:
+def measure(
+    server, prompts: Prompts, turns: int, end: float, output: tuple[str, Path] | None = None, ceilings: dict[str, float] | None = None
+) -> Load:
     """Return `turns` alternations, fewer when the time is out; which of the two comes first alternates as well.
 
-    `output`: a name and a folder that a client publishes to meanwhile.
+    `output`: a name and a folder that a client publishes to meanwhile. `ceilings`: as speed_ceilings found them, when the folder is on
+    a disk, which is then measured by itself after each alternation.
     """
     first = server.armed[0]
     width = (len(first.boundaries) + 1) * first.hidden_size * (4 if first.dtype == "float32" else 2)
     ids = [prompt_ids(n, VOCAB, seed=1000 + i) for i, n in enumerate(prompts.lengths * prompts.times)]
     found: dict[str, list[Turn]] = {"plain": [], "hsnb-bench": []}
+    alone: list[float] = []
     drain = Drain(server, output[1]) if output else None
     try:
         for kind in found:  # warming up
@@ -78,6 +83,8 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
                 break
             for kind in found if n % 2 == 0 else reversed(found):
                 found[kind].append(one_turn(server, ids, prompts.together, kind, drain))
+            if ceilings:
+                alone.append(round(disk_alone(output[1], sum(map(len, ids)) * width // len(ids), len(ids), ceilings), 5))
     finally:
         if drain:
             drain.close()
@@ -89,6 +96,7 @@ def measure(server, prompts: Prompts, turns: int, end: float, output: tuple[str,
         ring_full_ms=_counts(server).get("ring_full_ms", 0) - before.get("ring_full_ms", 0),
         memory_growth_mib=round((memory(server) - held) / 2**20, 1),
         output=output[0] if output else "",
+        alone_s=alone,
     )
 
 

@@ -46,6 +46,7 @@ class Load(Strict):
     ring_full_ms: int  # that the forward waited, in all captured turns
     memory_growth_mib: float  # of the schedulers and the writing process, from before the first captured turn to after the last
     output: str = ""  # where the client published to: memory or disk; "": there was none
+    alone_s: list[float] = Field(default_factory=list)  # disk: that as many bytes in as many files took right after each alternation
 
     @property
     def turns(self) -> int:
@@ -69,6 +70,10 @@ class Load(Strict):
     def median(self, of: str = "rate") -> float:
         """Return the median of `ratios`."""
         return statistics.median(self.ratios(of))
+
+    def shares(self) -> list[float]:
+        """Return, for each alternation, the speed onto the disk as a share of the disk's own right after it."""
+        return [alone / turn.drained_s for alone, turn in zip(self.alone_s, self.captured, strict=True)]
 
     def speeds(self) -> list[float]:
         """Return GB of states a second of each captured turn, to where it ended."""
