@@ -36,7 +36,8 @@ def row(name: str, load: Load) -> str:
     return _cells(
         name, load.prompts, str(load.turns), f"{plain:,.0f}", f"{captured:,.0f}", spread(load.ratios()),
         spread(load.ratios("whole")) if drained else "", spread(load.ratios("cpu_s")), spread(load.ratios("server_cpu")),
-        f"{statistics.median(load.speeds()):.2f}", f"{load.client_cores():.2f}" if drained else "", f"{load.ring_full_ms:,}",
+        f"{statistics.median(load.speeds()):.2f}", spread(load.shares()) if load.alone_s else "",
+        f"{load.client_cores():.2f}" if drained else "", f"{load.ring_full_ms:,}",
         f"{load.memory_growth_mib:.1f}",
     )  # fmt: skip
 
@@ -46,7 +47,7 @@ def tables(results: Results) -> str:
     head = _head(
         "load", "prompts", "n", "plain, tokens/s", "captured, tokens/s", "ratio, into the spool (spread)", "ratio, published (spread)",
         "schedulers' CPU a token, ratio (spread)", "with the writing process, ratio (spread)", "GB/s to where it ends",
-        "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB",
+        "of the disk alone (spread)", "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB",
     )  # fmt: skip
     parts = []
     for key, run in sorted(results.runs.items()):
