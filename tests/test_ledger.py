@@ -167,7 +167,7 @@ def test_an_export_of_nothing_is_an_export(data):
 
 def test_ledgers_lie_beside_the_data_unless_that_is_on_a_network(data, monkeypatch, tmp_path):
     assert home(data) == data.resolve() / "ledger"
-    mount = SimpleNamespace(mountpoint=str(data.resolve()), fstype="nfs4")
+    mount = SimpleNamespace(mountpoint=str(data.resolve()), fstype="nfs4", opts="rw")
     monkeypatch.setattr("psutil.disk_partitions", lambda all: [SimpleNamespace(mountpoint="/", fstype="ext4", opts="rw"), mount])
     monkeypatch.setenv("HSNB_CACHE", str(tmp_path / "cache"))
     assert home(data).parent == tmp_path / "cache" / "ledgers"
