@@ -7,14 +7,14 @@ import os
 import shutil
 import statistics
 import tempfile
-from contextlib import nullcontext
+import time
 from pathlib import Path
 
 from benchmarks.gpu import card, now, versions
 from benchmarks.gpu_checks import Context, Found
 from benchmarks.gpu_results import Figure, card_key, figure
-from benchmarks.large_pages import shm_in_large_pages
-from benchmarks.speed_ceilings import DIRECT, DISK, ceilings
+from benchmarks.large_pages import shm_pages
+from benchmarks.speed_ceilings import ceilings, fastest
 from benchmarks.speed_load import LOADS, measure
 from benchmarks.speed_results import FILE, Load, Results, Run
 
@@ -36,22 +36,26 @@ def speed(ctx: Context) -> Found:
     device, name = ctx.plan.device, card(ctx.plan.device)["card"]
     found = Run(date=now(), device=device, card=name, cores=len(os.sched_getaffinity(0)), versions=versions())
     found = found.model_copy(update={"ceilings": ceilings(device, memory, disk)})
-    for what, turns in LOADS_OF.items():
-        prompts, _, where = what.removesuffix(LARGE).partition(" to ")
-        output, own = {"memory": (memory, None), "disk": (disk, found.ceilings)}[where]
-        with shm_in_large_pages() if what.endswith(LARGE) else nullcontext(True) as there:
-            load = measure(server, LOADS[device][prompts], turns if there else 0, ctx.ends, (where, output), own)
-        if load.turns:
-            found = found.model_copy(update={"loads": {**found.loads, what: load}})
-            results = Results.read(ctx.out / FILE)
-            Results(runs={**results.runs, card_key(name, ctx.plan.gpus): found}).write(ctx.out / FILE)
-            ctx.tell(figures(found.loads, found.ceilings), [])
-    shutil.rmtree(disk)
+    try:
+        for what, turns in LOADS_OF.items():
+            prompts, _, where = what.removesuffix(LARGE).partition(" to ")
+            output, own = {"memory": (memory, None), "disk": (disk, found.ceilings)}[where]
+            with shm_pages(large=what.endswith(LARGE)) as so:
+                if not so or time.monotonic() > ctx.ends:
+                    continue
+                load = measure(server, LOADS[device][prompts], turns, ctx.ends, (where, output), own)
+            if load.turns:
+                found = found.model_copy(update={"loads": {**found.loads, what: load}})
+                results = Results.read(ctx.out / FILE)
+                Results(runs={**results.runs, card_key(name, ctx.plan.gpus): found}).write(ctx.out / FILE)
+                ctx.tell(figures(found.loads, found.ceilings), [])
+    finally:
+        shutil.rmtree(disk)
     return figures(found.loads, found.ceilings), []
 
 
 def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
-    """Return long.ratio, short.ratio and disk.ratio, each with what it is made of."""
+    """Return long.ratio and short.ratio, both in large pages as well, and disk.ratio, each with what it is made of."""
     found = []
     for (name, bar), pages in itertools.product(SHARE_OF_PLAIN.items(), ("", LARGE)):
         if load := loads.get(f"{name} to memory{pages}"):
@@ -77,10 +81,10 @@ def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
                 figure(f"{name}{pages}: cores of the client", load.client_cores(), "cores for each GB/s", "at most", 1.0, load.turns),
                 figure(f"{name}{pages}: memory grown, scheduler and writing process", load.memory_growth_mib, "MiB", n=load.turns),
             ]
-    if load := loads.get("long to disk"):
+    if (load := loads.get("long to disk")) and load.alone_s:
         shares, speeds = load.shares(), load.speeds()
         note = f"{_spread(shares)}; from the first request until the last file is synced, against the same files alone, in turns"
-        way = DIRECT if best[DIRECT] > best[DISK] else DISK
+        way = fastest(best)
         found += [
             figure("disk.ratio", statistics.median(shares), "of the disk's own speed", "at least", SHARE_OF_DISK, load.turns, note=note),
             figure("disk: published", statistics.median(speeds), "GB/s", n=load.turns, note="spool in memory, output on the disk"),

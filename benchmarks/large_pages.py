@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 SHM = Path("/dev/shm")
 _HUGE = "huge=within_size"
 
@@ -21,19 +23,24 @@ def mounted(size: str = "4g") -> Iterator[Path | None]:
         yield Path(folder) if made else None
     finally:
         if made:
-            subprocess.run(["umount", folder], check=True)
+            subprocess.run(["umount", "--lazy", folder])
         Path(folder).rmdir()
 
 
 @contextlib.contextmanager
-def shm_in_large_pages() -> Iterator[bool]:
-    """Have new files in /dev/shm in large pages meanwhile; say whether that is so."""
-    made = _mount("-o", f"remount,{_HUGE}", str(SHM))
+def shm_pages(*, large: bool) -> Iterator[bool]:
+    """Have new files in /dev/shm in large pages meanwhile, or in small ones; say whether they are."""
+    before = next((o for p in psutil.disk_partitions(all=True) if p.mountpoint == str(SHM) for o in p.opts.split(",") if "huge=" in o), "")
+    wanted = _HUGE if large else "huge=never"
+    if (before or "huge=never") == wanted:
+        yield True
+        return
+    made = _mount("-o", f"remount,{wanted}", str(SHM))
     try:
         yield made
     finally:
         if made:
-            subprocess.run(["mount", "-o", "remount,huge=never", str(SHM)], check=True)
+            _mount("-o", f"remount,{before or 'huge=never'}", str(SHM))
 
 
 def _mount(*words: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -37,13 +38,24 @@ def ceilings(device: str, memory: Path, disk: Path) -> dict[str, float]:
 
 
 def disk_ceilings(disk: Path, files: int = 16) -> dict[str, float]:
-    """Return what the disk takes at best, through the page cache and past it, GB/s."""
-    return {DISK: best(lambda: _write(disk, 4, files, sync=True)), DIRECT: best(lambda: _write(disk, 8, files, sync=True, direct=True))}
+    """Return what the disk takes at best, through the page cache and past it (where its file system can), GB/s."""
+    found = {DISK: best(lambda: _write(disk, 4, files, sync=True))}
+    try:
+        found[DIRECT] = best(lambda: _write(disk, 8, files, sync=True, direct=True))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return found
+
+
+def fastest(found: dict[str, float]) -> str:
+    """Return which of the two ways onto the disk was found the faster."""
+    return max((way for way in (DISK, DIRECT) if way in found), key=found.__getitem__)
 
 
 def disk_alone(disk: Path, nbytes: int, files: int, found: dict[str, float]) -> float:
     """Return the seconds that `files` of `nbytes` each take onto the disk when nothing else runs, by the way that was `found` the faster."""
-    direct = found[DIRECT] > found[DISK]
+    direct = fastest(found) == DIRECT
     gbps = _write(disk, 8 if direct else 4, files, sync=True, direct=direct, nbytes=nbytes)
     return files * nbytes / gbps / 1e9
 

@@ -115,7 +115,9 @@ class RowLook:
         self.row_bytes = columns * width * dtype.itemsize
 
     def add(self, data: memoryview) -> None:
-        """Look at the next bytes, which may end within a row."""
+        """Look at the next bytes, which may end within a row. Raises ValueError for more rows than there are to be, or rows of nothing."""
+        if not self.row_bytes:
+            raise ValueError("rows without a number")
         if self._part:
             missing = self.row_bytes - len(self._part)
             self._part += data[:missing]
@@ -130,6 +132,8 @@ class RowLook:
 
     def _add_rows(self, data) -> None:
         bits = np.frombuffer(data, self._signed).reshape(-1, self.columns, self.width)
+        if self._seen + len(bits) > len(self._most):
+            raise ValueError(f"more than {len(self._most)} rows")
         unsigned, step = bits.view(self._unsigned), max(1, _BLOCK // max(1, self.row_bytes))
         for first in range(0, len(bits), step):
             part = slice(first, first + step)

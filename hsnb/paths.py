@@ -84,19 +84,19 @@ def on_network(folder: Path) -> bool:
 def in_small_pages(folder: Path) -> bool:
     """Say whether `folder` is in memory in pages of 4 kB, and large ones could be had: `mount -o remount,huge=within_size`."""
     kind, options = _mount(folder)
-    large = [o for o in options.split(",") if o.startswith("huge=") and o != "huge=never"]
+    large = {"huge=always", "huge=within_size"} & set(options.split(","))  # advise: nobody gives it
     try:
-        possible = "[deny]" not in _LARGE_PAGES.read_text()
+        fixed = {"[deny]", "[force]"} & set(_LARGE_PAGES.read_text().split())
     except OSError:  # a kernel without them
-        possible = False
-    return kind == "tmpfs" and not large and possible
+        return False
+    return kind == "tmpfs" and not large and not fixed
 
 
 def _mount(folder: Path) -> tuple[str, str]:
     """Return the kind and the options of the file system that `folder` is on."""
     import psutil
 
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
     found = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     return (found.fstype, found.opts) if found else ("", "")
 

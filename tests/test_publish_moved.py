@@ -205,6 +205,30 @@ def test_a_copy_of_any_length_is_the_file_with_another_header(tmp_path, monkeypa
     assert source.read_bytes()[:1] == b"x"
 
 
+@pytest.mark.parametrize("way", ["moved", "copied"])
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_a_file_of_other_rows_than_its_dump_had_is_a_bad_dump_and_stays(tmp_path, monkeypatch, way, rows):
+    """As when it changes between its opening and the reading; a file that appears by rename does not."""
+    if way == "copied":
+        other_file_system(monkeypatch)
+    path, states = dumped(tmp_path / "spool")
+    real = sys.modules["hsnb.trainers.speculators"].relabelled
+
+    def shifted(*args):
+        head, states_at = real(*args)
+        return head, states_at - rows * 4 * 48 * 2
+
+    monkeypatch.setattr(sys.modules["hsnb.trainers.speculators"], "relabelled", shifted)
+    with pytest.raises(DumpError, match="more than 37 rows" if rows > 0 else "36 of 37 rows"):
+        SPECULATORS.publish(make_folder(tmp_path), 7, open_dump(path), judge=lambda faults: None)
+    assert torch.equal(open_dump(path).states(), states) and list((tmp_path / "out" / "hidden_states").iterdir()) == []
+
+
+def make_folder(tmp_path: Path) -> Path:
+    (tmp_path / "out" / "hidden_states").mkdir(parents=True)
+    return tmp_path / "out"
+
+
 @pytest.mark.parametrize("where", ["nowhere", "open", "write"])
 def test_a_file_system_that_knows_no_way_past_its_cache_is_written_through_it(tmp_path, monkeypatch, where):
     other_file_system(monkeypatch)

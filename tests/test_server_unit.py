@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -247,6 +248,8 @@ def test_a_kill_by_the_kernel_is_told_from_the_exit_code():
         ("tmpfs", "rw,relatime", "always within_size advise [never] deny force", True),
         ("tmpfs", "rw,huge=never", "[never]", True),
         ("tmpfs", "rw,huge=within_size", "[never]", False),
+        ("tmpfs", "rw,huge=advise", "[never]", True),
+        ("tmpfs", "rw", "never deny [force]", False),
         ("tmpfs", "rw", "never [deny]", False),
         ("tmpfs", "rw", None, False),
         ("ext4", "rw", "[never]", False),
@@ -289,7 +292,7 @@ def wait(monkeypatch, tmp_path, answers: dict[str, int], log: str, limit: float 
     monkeypatch.setattr(ready.httpx, "Client", lambda **k: HTTPX_CLIENT(transport=handler_of(answers), base_url=k["base_url"]))
     (tmp_path / "a.log").write_text(log)
     progress = ready.Progress(tmp_path / "a.log", None, limit)
-    return ready.wait_ready("http://x", progress, is_alive=lambda: True, exit_record=tmp_path / "none")
+    return ready.wait_ready("http://x:37569", progress, is_alive=lambda: True, exit_record=tmp_path / "none")
 
 
 def test_a_hang_in_warm_up_is_told_from_a_slow_load(monkeypatch, tmp_path):
@@ -308,6 +311,22 @@ def test_a_port_that_was_taken_while_the_server_loaded_is_told_at_once(monkeypat
             monkeypatch, tmp_path, {}, f"Load weight end.\n[2026-11-30 18:44:34] {line}\nINFO:     Waiting for application shutdown.\n", 60
         )
     assert time.monotonic() - began < 10
+    another = {"/model_info": 200, "/server_info": 200, "/health": 200}  # what took the port is a server itself
+    with pytest.raises(ServerError, match="the port was taken"):
+        wait(monkeypatch, tmp_path, another, f"{line}\n{causes.FIRED_UP}\n")
+    for other in (line.replace("37569", "8998"), line.replace("address already in use", "permission denied")):
+        with pytest.raises(ServerError, match="still loading"):
+            wait(monkeypatch, tmp_path, {}, f"Load weight begin.\n{other}\n")
+
+
+@pytest.mark.parametrize("port", [0, 30000])
+@pytest.mark.parametrize("host", ["10.255.1.2", "no.such.host.invalid"])
+def test_a_host_that_is_not_this_machine_is_refused_and_not_looked_for(model, host, port):
+    with pytest.raises(ServerError, match=rf"server.host is {host}: .*expected an address of this machine"):
+        preflight(deployment(model, host=host, port=port)).check()
+    if not port:
+        with pytest.raises(ServerError, match="expected an address of this machine"):
+            pick_port(deployment(model, host=host))
 
 
 def test_ready_by_http_and_the_line_alone_is_not_enough(monkeypatch, tmp_path):
@@ -700,5 +719,8 @@ def test_the_supervisor_is_light():
 
 def test_pick_port_gives_one_that_is_free(model):
     assert pick_port(deployment(model, port=4)) == 4
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert {1024 < pick_port(deployment(model)) < first for _ in range(50)} == {True}, "one that nobody connects from meanwhile"
+    random.seed(42)
+    picked = [pick_port(deployment(model)) for _ in range(50)]
+    assert all(20_000 <= port < 30_000 for port in picked), "one that nobody connects from meanwhile"
+    random.seed(42)
+    assert [pick_port(deployment(model)) for _ in range(50)] != picked, "notebooks seed alike"

@@ -16,7 +16,7 @@ __all__ = ["NO_FINAL", "UNKNOWN", "Dump", "dump_path", "list_dumps", "open_dump"
 
 
 def open_dump(path: str | Path) -> Dump:
-    """Open a .safetensors file or a req_N folder; only its header is read.
+    """Open a .safetensors file or a req_N folder; only its header and ids are read.
 
     Raises DumpError when it is missing, truncated, of other tensors than hidden_states and token_ids (safetensors) or
     aux_*.pt and final.pt (pt), or holds anything but tensors.

@@ -17,7 +17,7 @@ from hsnb.dumps.dump import NO_FINAL, UNKNOWN, Dump, unreadable
 
 
 class SafetensorsDump(Dump):
-    """One .safetensors file, mapped: a column is read when it is asked for."""
+    """One .safetensors file, mapped: a column is read when it is asked for, the ids at once."""
 
     layout = "safetensors"
 

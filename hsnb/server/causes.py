@@ -132,9 +132,10 @@ def is_fired_up(log: Path) -> bool:
     return any(FIRED_UP in line for line in read_lines(log))
 
 
-def cannot_listen(log: Path) -> str:
+def cannot_listen(log: Path, port: int) -> str:
     """Return the line that says that the port was taken when the server came to listen, or "": SGLang then hangs."""
-    return next((_STAMP.sub("", line).strip() for line in read_lines(log) if "error while attempting to bind on address" in line), "")
+    said = re.compile(rf"error while attempting to bind on address \(.*, {port}(?:, .*)?\): address already in use")
+    return next((_STAMP.sub("", line).strip() for line in read_lines(log) if said.search(line)), "")
 
 
 def plugin_failure(lines: list[str]) -> str:

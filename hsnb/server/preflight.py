@@ -28,7 +28,7 @@ from hsnb.server.supervisor import family
 GIB = 1 << 30
 MIN_SPOOL_BYTES = 256 << 20  # a few requests in flight; the extraction works out its own need
 MIN_DISK_BYTES = 1 * GIB  # for logs and reports; the extraction works out its own need
-_PORTS = 10_000, 32_768  # Linux connects from 32768 on (net.ipv4.ip_local_port_range)
+_PORTS = 20_000, 30_000  # between those of ray's workers and those of Kubernetes' nodes; Linux connects from 32768 on
 MIN_SHM_BYTES = 64 << 20  # SGLang's own queues; Docker's default
 
 
@@ -211,18 +211,34 @@ def port_is_free(host: str, port: int) -> bool:
 def pick_port(deployment: Deployment) -> int:
     """Return the deployment's port, or for 0 a free one whose default spool is not taken either.
 
-    It is below those that the kernel gives to whoever connects: half a minute passes until the server listens there.
+    It is none of those that Linux gives by default to whoever connects: half a minute passes until the server listens there.
+    Raises ServerError when the host is none of this machine's.
     """
     if deployment.server.port:
         return deployment.server.port
+    _check_host(deployment.server.host)
     while True:
-        port = random.randrange(*_PORTS)
+        port = random.SystemRandom().randrange(*_PORTS)  # not the one that a notebook has seeded
         if port_is_free(deployment.server.host, port) and not paths.default_spool(port).exists():
             return port
 
 
+def _check_host(host: str) -> None:
+    try:
+        with socket.socket(family(host)) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ServerError(
+            got=f"server.host is {host}: {error.strerror or error}",
+            expected="an address of this machine",
+            likely="a typo, or another machine's address",
+            next="server.host: 127.0.0.1, or 0.0.0.0 for every network that this machine is in",
+        ) from error
+
+
 def _port(deployment: Deployment) -> tuple[str, str]:
     server = deployment.server
+    _check_host(server.host)
     if server.port == 0:
         return "0", "a free one is picked"
     refuse_taken(server.port)

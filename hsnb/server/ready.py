@@ -69,15 +69,15 @@ def wait_ready(url: str, progress: Progress, *, is_alive: Callable[[], bool], ex
         while True:
             if not is_alive():
                 raise _ended(progress, exit_record)
-            if listening is None and _get(http, "/model_info", "/get_model_info") is not None:
-                listening = progress.seconds()
-            if listening is None and (line := causes.cannot_listen(progress.log)):
+            if line := causes.cannot_listen(progress.log, httpx.URL(url).port or 80):  # what answers there is another's
                 raise ServerError(
                     got=f"the port was taken while the server loaded: {line}",
                     expected="a free port",
                     likely="another program began to listen or connected from there meanwhile",
                     next="start it again; server.port: 0 picks a port by itself",
                 )
+            if listening is None and _get(http, "/model_info", "/get_model_info") is not None:
+                listening = progress.seconds()
             if listening is not None:
                 warm = causes.is_fired_up(progress.log)
                 if not warm and time.monotonic() - asked > _ASK_HEALTH_S:

@@ -1,6 +1,6 @@
 """What a layout is to those who write it: where a row's file lies, what is in it, how its trainer is started.
 
-A file appears by rename, whole and fsynced, with its checksum taken from the disk. The extraction writes through `publish`, the
+A file appears by rename, whole and fsynced, with the checksum of what was written. The extraction writes through `publish`, the
 exporter through `write`.
 """
 
@@ -24,7 +24,7 @@ from hsnb.dumps.memory import MemoryDump
 from hsnb.errors import DumpError, ExtractError, HsnbError, ModelError, ParamsError
 from hsnb.params import num_layers, read_config
 from hsnb.trainers.folder import TrainingFolder
-from hsnb.trainers.place import sync_folder, synced_checksum
+from hsnb.trainers.place import MODE, sync_folder, synced_checksum
 from hsnb.weights import final_norm, rms_norm
 
 
@@ -207,15 +207,17 @@ class Layout(ABC):
     ) -> tuple[str, int, str]:
         """Have `fill` make a file of about `nbytes` under a temporary name, make it durable, `check` it, and give it its name.
 
-        A `fill` that makes it durable itself returns its bytes and their xxh3-128.
+        A `fill` that makes it durable itself, with its MODE, returns its bytes and their xxh3-128.
 
         Return (file, bytes, xxh3-128 of the file). What fails is raised as `publish` says, `undo` called with the temporary name and the real one.
         """
         path = folder / file
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
         try:
-            size, checksum = fill(temporary) or synced_checksum(temporary)
-            temporary.chmod(0o644)  # a dump is private; the trainer may be another user's
+            if (made := fill(temporary)) is None:
+                temporary.chmod(MODE)
+                made = synced_checksum(temporary)
+            size, checksum = made
             if check:
                 check(temporary)
             os.replace(temporary, path)

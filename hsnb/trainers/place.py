@@ -19,6 +19,8 @@ from hsnb.checks import RowLook
 _PAGE = 4096  # bytes: what is written past the page cache begins and ends at a multiple of it, in memory and on the disk
 _BLOCK = 1 << 20  # bytes: stays in a core's cache between the reading, the hashing and the looking
 _PIECE = 4 << 20  # bytes of one call that writes past the page cache: it returns when the disk has them
+MODE = 0o644  # of a published file: a dump is private, the trainer may be another user's
+_NO_SUCH_WAY = {errno.EINVAL, errno.EOPNOTSUPP}  # what file systems say that cannot be written past their cache
 _own = threading.local()
 
 
@@ -46,6 +48,7 @@ def copy(source: Path, target: Path, head: bytes, look: RowLook, states_at: int)
             _write(fd, piece[: -(-n // _PAGE) * _PAGE], at)
             at += n
         os.ftruncate(fd, at)  # the last piece was written to the end of its page
+        os.fchmod(fd, MODE)
         os.fsync(fd)
     return at, digest.hexdigest()
 
@@ -56,7 +59,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _NO_SUCH_WAY:
             raise
         fd = os.open(path, flags, 0o600)
     try:
@@ -82,7 +85,7 @@ def _write(fd: int, data: memoryview, at: int) -> None:
             n = os.pwrite(fd, data, at)
         except OSError as error:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            if error.errno not in _NO_SUCH_WAY or not flags & os.O_DIRECT:
                 raise
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # it took the flag, and wants other alignments: through the page cache
             continue
@@ -120,7 +123,7 @@ def _take(block: memoryview, begins: int, digest: xxhash.xxh3_128, look: RowLook
 
 
 def _buffer(size: int) -> memoryview:
-    """Return this thread's buffer of at least one page, which begins at a page's beginning."""
+    """Return this thread's buffer, which begins at a page's beginning."""
     if len(getattr(_own, "buffer", b"")) < size:
         _own.buffer = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return _own.buffer[:size]

@@ -25,7 +25,7 @@ from hsnb.dumps.dump import unreadable
 from hsnb.dumps.safetensors import SafetensorsDump, relabelled, sort_header
 from hsnb.trainers.folder import FileFolder, TrainingSample, make_sample
 from hsnb.trainers.layout import Layout, Row, Training, Written, sample_meta
-from hsnb.trainers.place import copy, move, synced_checksum
+from hsnb.trainers.place import MODE, copy, move, synced_checksum
 from hsnb.trainers.table import write_table
 
 STATES = "hidden_states"
@@ -115,11 +115,15 @@ class SpeculatorsLayout(Layout):
         def fill(path: Path) -> tuple[int, str]:
             nonlocal moved
             head, states_at = relabelled(dump.path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
-            if not (moved := move(dump.path, path)):
-                return copy(dump.path, path, head, rows, states_at)
-            with open(path, "r+b") as file:
-                file.write(head)
-            return synced_checksum(path, rows, states_at)
+            try:
+                if not (moved := move(dump.path, path)):
+                    return copy(dump.path, path, head, rows, states_at)
+                with open(path, "r+b") as file:
+                    file.write(head)
+                    os.fchmod(file.fileno(), MODE)
+                return synced_checksum(path, rows, states_at)
+            except ValueError as error:  # more rows than its header says: it changed meanwhile
+                raise unreadable(dump.path, error) from error
 
         def undo(*paths: Path) -> None:
             for path in paths:
@@ -127,7 +131,11 @@ class SpeculatorsLayout(Layout):
                     os.replace(path, dump.path)
 
         def check(_: Path) -> None:
-            judge(rows.faults())
+            try:
+                faults = rows.faults()
+            except ValueError as error:
+                raise unreadable(dump.path, error) from error
+            judge(faults)
 
         return self.put(folder, self.sample_file(row), dump.nbytes, fill, undo=undo, sync=False, check=check)
 
