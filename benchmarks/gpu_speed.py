@@ -87,6 +87,15 @@ def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
         way = fastest(best)
         found += [
             figure("disk.ratio", statistics.median(shares), "of the disk's own speed", "at least", SHARE_OF_DISK, load.turns, note=note),
+            figure(
+                "disk.ratio, of the best of three before",
+                statistics.median(speeds) / best[way],
+                "of the disk's own speed",
+                "at least",
+                SHARE_OF_DISK,
+                load.turns,
+                note=_spread([s / best[way] for s in speeds]),
+            ),
             figure("disk: published", statistics.median(speeds), "GB/s", n=load.turns, note="spool in memory, output on the disk"),
             figure("disk: cores of the client", load.client_cores(), "cores for each GB/s", "at most", 1.0, load.turns),
             figure(f"disk: its own speed, {way}", best[way], "GB/s", note="best of three before, 1.9 GB each"),

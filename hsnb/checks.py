@@ -134,7 +134,7 @@ class RowLook:
         bits = np.frombuffer(data, self._signed).reshape(-1, self.columns, self.width)
         if self._seen + len(bits) > len(self._most):
             raise ValueError(f"more than {len(self._most)} rows")
-        unsigned, step = bits.view(self._unsigned), max(1, _BLOCK // max(1, self.row_bytes))
+        unsigned, step = bits.view(self._unsigned), max(1, _BLOCK // self.row_bytes)
         for first in range(0, len(bits), step):
             part = slice(first, first + step)
             there = slice(self._seen + first, self._seen + min(first + step, len(bits)))

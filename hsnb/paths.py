@@ -96,7 +96,8 @@ def _mount(folder: Path) -> tuple[str, str]:
     """Return the kind and the options of the file system that `folder` is on."""
     import psutil
 
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    folder = folder.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
     found = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     return (found.fstype, found.opts) if found else ("", "")
 

@@ -140,6 +140,7 @@ def test_a_piece_larger_than_may_be_names_the_variable():
 def test_the_size_of_the_ring(monkeypatch):
     monkeypatch.delenv(rings.VARIABLE, raising=False)
     assert ring_bytes(8192, 57_352) == 4 * (8192 * 57_352 + 4096)  # Kimi's shape: 1.8 GiB
+    assert (ring_bytes(8192, 57_352) // 8 // 512 * 512 - 7) // 57_352 == 4096, "half a chunk and its ids are one piece"
     assert (ring_bytes(1, 1), ring_bytes(65536, 57_352)) == (64 << 20, 2 << 30)
     monkeypatch.setenv(rings.VARIABLE, "300")
     assert ring_bytes(8192, 57_352) == 300 << 20

@@ -65,11 +65,12 @@ def wait_ready(url: str, progress: Progress, *, is_alive: Callable[[], bool], ex
     progress.started = time.monotonic()
     listening: float | None = None
     asked = time.monotonic()
+    port = httpx.URL(url).port or 80
     with httpx.Client(base_url=url, timeout=httpx.Timeout(5.0, connect=1.0), trust_env=False) as http:
         while True:
             if not is_alive():
                 raise _ended(progress, exit_record)
-            if line := causes.cannot_listen(progress.log, httpx.URL(url).port or 80):  # what answers there is another's
+            if line := causes.cannot_listen(progress.log, port):  # what answers there is another's
                 raise ServerError(
                     got=f"the port was taken while the server loaded: {line}",
                     expected="a free port",

@@ -110,20 +110,23 @@ class SpeculatorsLayout(Layout):
         """
         if not isinstance(dump, SafetensorsDump) or (dump.dtype, dump.final) != (self.DTYPE, self.final):
             return super().publish(folder, row, dump, loss_mask, judge)
-        moved, rows = False, RowLook(dump.num_tokens, dump.columns, dump.hidden_size, dump.dtype)
+        moved, faults, rows = False, None, RowLook(dump.num_tokens, dump.columns, dump.hidden_size, dump.dtype)
 
         def fill(path: Path) -> tuple[int, str]:
-            nonlocal moved
+            nonlocal moved, faults
             head, states_at = relabelled(dump.path, self.meta(sample_meta(dump), dump.boundaries, dump.final))
             try:
-                if not (moved := move(dump.path, path)):
-                    return copy(dump.path, path, head, rows, states_at)
-                with open(path, "r+b") as file:
-                    file.write(head)
-                    os.fchmod(file.fileno(), MODE)
-                return synced_checksum(path, rows, states_at)
-            except ValueError as error:  # more rows than its header says: it changed meanwhile
+                if moved := move(dump.path, path):
+                    with open(path, "r+b") as file:
+                        file.write(head)
+                        os.fchmod(file.fileno(), MODE)
+                    made = synced_checksum(path, rows, states_at)
+                else:
+                    made = copy(dump.path, path, head, rows, states_at)
+                faults = rows.faults()
+            except ValueError as error:  # other rows than its header says: it changed meanwhile
                 raise unreadable(dump.path, error) from error
+            return made
 
         def undo(*paths: Path) -> None:
             for path in paths:
@@ -131,10 +134,6 @@ class SpeculatorsLayout(Layout):
                     os.replace(path, dump.path)
 
         def check(_: Path) -> None:
-            try:
-                faults = rows.faults()
-            except ValueError as error:
-                raise unreadable(dump.path, error) from error
             judge(faults)
 
         return self.put(folder, self.sample_file(row), dump.nbytes, fill, undo=undo, sync=False, check=check)
