@@ -254,9 +254,9 @@ def test_a_server_that_hangs_is_given_up(server, data):
 
     server.behave = hangs
     before = time.monotonic()
-    with pytest.raises(ServerError, match=r"no forward for 1 s while \d+ requests wait"):
-        extract.run(server, data, limits=Limits(hang_s=1.0))
-    assert time.monotonic() - before < 10
+    with pytest.raises(ServerError, match=r"no forward for 2 s while \d+ requests wait"):
+        extract.run(server, data, limits=Limits(hang_s=2.0))
+    assert time.monotonic() - before < 20
     assert len(files(data)) >= 5
 
 

@@ -24,7 +24,7 @@ from hsnb.patch.scribe import Scribe
 from hsnb.patch.spool import SafetensorsRequest, file_stem
 from hsnb.patch.writer import Writer
 from tests.test_modes import req, said
-from tests.test_writer import assert_right, closed, inside, made, run, slowly  # noqa: F401
+from tests.test_writer import assert_right, closed, inside, made, run  # noqa: F401
 
 
 def test_a_disk_that_hangs_is_told_and_does_not_hang_the_model(tmp_path, monkeypatch):
@@ -32,15 +32,16 @@ def test_a_disk_that_hangs_is_told_and_does_not_hang_the_model(tmp_path, monkeyp
     monkeypatch.setattr(rings, "PATIENCE_S", 0.2)
     capture, hang = inside(tmp_path, monkeypatch), threading.Event()
     put = Scribe.put
-    monkeypatch.setattr(Scribe, "put", lambda *args: (hang.wait(20), put(*args)))
+    monkeypatch.setattr(Scribe, "put", lambda *args: (hang.wait(60), put(*args)))
     for n in range(12):
         run(capture, (req(f"hsnb-{n}", 160), 0, 160))
     counts, failures = said(capture)
     told = [f for f in failures if "TimeoutError: the ring of 1 MiB is full and nothing was written for 0.2 s" in f]
     assert len(told) == counts["failed"] == 4  # eight pieces of 127 KiB fit into it
+    monkeypatch.setattr(rings, "PATIENCE_S", 15)
     before = time.monotonic()
     run(capture, (req("hsnb-again", 160), 0, 160))
-    assert time.monotonic() - before < 0.15 and said(capture)[0]["failed"] == 5, "every batch waits anew for a disk that hangs"
+    assert time.monotonic() - before < 10 and said(capture)[0]["failed"] == 5, "every batch waits anew for a disk that hangs"
     hang.set()
     capture.writer.settle()
     run(capture, (req("hsnb-after", 160), 0, 160))
@@ -306,21 +307,62 @@ def test_the_largest_piece_of_any_width_fits_the_ring():
         assert -(-rows * width * 2 // 8) * 8 + 8 * rows <= ring.largest, width
 
 
+class Clock:
+    """The client's clock, in place of the machine's, which may stand still for a second: a look takes 0.1 s, and `each` is called after it."""
+
+    def __init__(self, each):
+        self.now, self.each = 1e9, each
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, _: float) -> None:
+        self.now += 0.1
+        self.each()
+
+
 def test_the_client_waits_for_a_long_dump_that_is_still_written_and_not_for_one_that_stands_still(tmp_path, monkeypatch):
-    """One file for longer than the timeout: no other is published meanwhile."""
-    capture = inside(tmp_path, monkeypatch)
-    slowly(monkeypatch, 0.25)
+    """One file for longer than the timeout: no other is published meanwhile. A piece is written every 0.8 s of the client's clock."""
+    capture, put = inside(tmp_path, monkeypatch, threads=1), Scribe.put
+    begun, go, done, pieces = (*(threading.Semaphore(0) for _ in range(3)), iter(range(6)))
+
+    def touch():
+        (path,) = tmp_path.glob(".*.tmp")
+        os.utime(path, (clock.now, clock.now))
+
+    def stepped(*args):
+        touch()
+        begun.release()
+        go.acquire(timeout=60)
+        put(*args)
+        touch()
+        done.release()
+
+    def each():
+        if round((clock.now - 1e9) / 0.1) % 8 == 0 and (piece := next(pieces, None)) is not None:
+            go.release()
+            assert done.acquire(timeout=60)
+            if piece == 5:
+                capture.writer.settle()
+
+    clock = Clock(each)
+    monkeypatch.setattr("hsnb.collect.time", clock)
+    monkeypatch.setattr(Scribe, "put", stepped)
     run(capture, (req("hsnb-a", 1000), 0, 1000))  # six pieces
     assert collect(tmp_path, "hsnb-a", timeout_s=1.0).suffix == ".safetensors"
+    assert clock.now - 1e9 == pytest.approx(6 * 0.8)
     assert_right(tmp_path, "hsnb-a", 1000)
-    hang = threading.Event()
-    monkeypatch.setattr(Scribe, "put", lambda *_: hang.wait(20))
+    while begun.acquire(blocking=False):
+        pass
     run(capture, (req("hsnb-b", 5), 0, 5))
-    before = time.monotonic()
-    with pytest.raises(CaptureError, match=r"no dump of request hsnb-b in .* after 0.4 s"):
-        collect(tmp_path, "hsnb-b", timeout_s=0.4)
-    assert time.monotonic() - before < 3
-    hang.set()
+    assert begun.acquire(timeout=60)
+    before = clock.now
+    with pytest.raises(CaptureError, match=r"no dump of request hsnb-b in .* after 1 s"):
+        collect(tmp_path, "hsnb-b", timeout_s=1.0)
+    assert clock.now - before < 1.5
+    go.release()
 
 
 def test_columns_are_put_side_by_side_as_torch_does_and_never_stretched():
