@@ -57,7 +57,7 @@ def test_the_bars_hold_in_every_seed_or_fail(tmp_path):
 
 def test_the_sentence_has_the_numbers(tmp_path):
     got = result(tmp_path, dict(zip(NAMES, [[0.34], [0.12], [0.32], [0.32], [0.24]], strict=True)), {"right": 1.57, "wrong norm": 1.53})
-    assert "The loss shows none of it: 2.29 on right states, 2.27 with the wrong norm" in got.loss_says
+    assert "The loss is 2.29 on right states, 2.27 with the wrong norm" in got.loss_says
     assert "accept length is 1.34, 1.12, 1.32 (1.32 and 1.24)" in got.loss_says
     frame = got.frame()
     assert list(frame["trained on"]) == NAMES and frame["stored"][1] == "[2, 15, 27], norm(B_L)"

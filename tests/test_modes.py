@@ -282,7 +282,7 @@ class Flagged(TwoLayers):
         return result
 
 
-def test_a_loop_that_looks_at_a_flag_of_each_layer(capture):
+def test_a_loop_that_looks_at_a_flag_of_each_layer(capture, caplog):
     """The flags are there for the one call, those that were not there before are gone after it, and others keep their value."""
     spec, body = Body(flag="asked_for"), Flagged()
     body.layers[1].asked_for = False
@@ -294,6 +294,11 @@ def test_a_loop_that_looks_at_a_flag_of_each_layer(capture):
     capture.spec = Body()  # without the flag nothing comes out, and the client is told
     run(capture, (req("hsnb-b", 3), 0, 3))
     assert "the model gave no states: ValueError('none for [0, 1]')" in said(capture)[1][0]
+    long = req("hsnb-c", 6)
+    caplog.clear()
+    run(capture, (long, 0, 3))
+    run(capture, (long, 3, 6))
+    assert len([r for r in caplog.records if r.exc_info]) == 1 and len(said(capture)[1]) == 2, "each chunk is told anew"
     with pytest.raises(RuntimeError), spec.asking(body, [1]):
         assert spec.asked(body) == [1]
         raise RuntimeError("the model's own")

@@ -1,7 +1,7 @@
 """What a mistake in the states costs a drafter: the same short training on right and on wrong states, judged on what is served.
 
 Every drafter is judged on the states that SGLang feeds it at serving, the right ones, whatever it was trained on: a trainer's own
-validation is measured on states with the same mistake, and shows the least part of it; the loss shows none.
+validation is measured on states with the same mistake, and shows the least part of it; the loss hardly shows it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Handoff:
         right, norm, shifted, told, told_late = self.names
         loss, cost = (lambda n: f"{self.mean(n, 'loss'):.2f}"), (lambda n: f"{self.mean(n, 'accept_length'):.2f}")
         return (
-            f"The loss shows none of it: {loss(right)} on right states, {loss(norm)} with the wrong norm, {loss(shifted)} one boundary "
+            f"The loss is {loss(right)} on right states, {loss(norm)} with the wrong norm, {loss(shifted)} one boundary "
             f"late ({loss(told)} and {loss(told_late)} at {list(self.judged[told][0].variant.aux)}), while the accept length is "
             f"{cost(right)}, {cost(norm)}, {cost(shifted)} ({cost(told)} and {cost(told_late)})."
         )
