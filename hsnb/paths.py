@@ -10,7 +10,6 @@ from pathlib import Path
 from hsnb.errors import ParamsError, ServerError
 
 SPOOL_ROOT = Path("/dev/shm/hsnb")
-_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs", "wekafs"}
 
 
@@ -77,29 +76,23 @@ def run_dir(run: str, *, make: bool = True) -> Path:
 
 def on_network(folder: Path) -> bool:
     """Say whether `folder` is on a file system that other machines share."""
-    kind, _ = _mount(folder)
+    kind = _kind(folder)
     return kind in _NETWORK or kind.startswith("fuse.")
 
 
-def in_small_pages(folder: Path) -> bool:
-    """Say whether `folder` is in memory in pages of 4 kB, and large ones could be had: `mount -o remount,huge=within_size`."""
-    kind, options = _mount(folder)
-    large = {"huge=always", "huge=within_size"} & set(options.split(","))  # advise: nobody gives it
-    try:
-        fixed = {"[deny]", "[force]"} & set(_LARGE_PAGES.read_text().split())
-    except OSError:  # a kernel without them
-        return False
-    return kind == "tmpfs" and not large and not fixed
+def in_memory(folder: Path) -> bool:
+    """Say whether `folder` is on a file system in memory."""
+    return _kind(folder) == "tmpfs"
 
 
-def _mount(folder: Path) -> tuple[str, str]:
-    """Return the kind and the options of the file system that `folder` is on."""
+def _kind(folder: Path) -> str:
+    """Return the kind of the file system that `folder` is on."""
     import psutil
 
     folder = folder.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
     found = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    return (found.fstype, found.opts) if found else ("", "")
+    return found.fstype if found else ""
 
 
 def default_spool(port: int) -> Path:

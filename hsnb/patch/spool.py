@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from hsnb.patch.large_pages import LargePages
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,6 +32,7 @@ _PAGE = 4096  # the tensors begin at a multiple of it, whatever the request's na
 _ATTEMPTS = itertools.count()  # a prompt that starts again has another temporary file: the old one may still be on its way out
 _AT_ONCE = 64 << 20  # bytes
 _NUMBERED = threading.Lock()  # one req_N at a time
+_LARGE_PAGES = LargePages()
 _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # safetensors' name, bytes
 
 
@@ -117,8 +120,10 @@ class SafetensorsRequest(Request):
         self._header_size = -(-(8 + len(self._header([])) + _CHUNKS_ROOM) // _PAGE) * _PAGE - 8
         self._ids_at = 8 + self._header_size
         self._states_at = self._ids_at + 8 * self.num_tokens  # int64 first: both stay aligned
+        nbytes = self._states_at + self.num_tokens * self.row_bytes
         try:
-            os.posix_fallocate(self._fd, 0, self._states_at + self.num_tokens * self.row_bytes)
+            _LARGE_PAGES.ask(self._fd, nbytes)
+            os.posix_fallocate(self._fd, 0, nbytes)
         except OSError:
             self.discard()
             raise

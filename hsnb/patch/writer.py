@@ -27,6 +27,7 @@ import torch
 
 from hsnb.patch.armed import ArmedFile
 from hsnb.patch.batch import States
+from hsnb.patch.large_pages import check_variable
 from hsnb.patch.ring import Ring, Slot
 from hsnb.patch.rows import Rows, cuts
 from hsnb.patch.scribe import Begin, Failed, Given, GiveUp, Gone, Hello, Part, Piece
@@ -96,6 +97,7 @@ class Writer:
         self.spool, self.ring, self.armed = spool, ring, armed
         self.layout, self.meta, self.failed = layout, meta, failed
         self.threads = threads or writing_threads()
+        check_variable()  # here, where it can be told: the process that writes reads it
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._process: _Process | None = None

@@ -19,6 +19,7 @@ import pandas as pd
 from hsnb import paths
 from hsnb.errors import HsnbError, ModelError, ServerError
 from hsnb.params import Deployment
+from hsnb.patch.large_pages import to_be_had
 from hsnb.server.command import gpus, resolve_device
 from hsnb.server.flags import check_flags, check_nodes, sglang_version
 from hsnb.server.leftovers import MARKER, SHM
@@ -273,8 +274,8 @@ def _spool(deployment: Deployment) -> tuple[str, str]:
 
 
 def _pages(deployment: Deployment, folder: Path) -> str:
-    """Return advice where a GPU fills a spool faster than pages of 4 kB can be had."""
-    small = resolve_device(deployment.server.device) == "cuda" and paths.in_small_pages(folder)
+    """Return advice where a GPU fills a spool faster than pages of 4 kB can be had, and there are no others."""
+    small = resolve_device(deployment.server.device) == "cuda" and paths.in_memory(folder) and not to_be_had(folder)
     return "; in pages of 4 kB: large ones cost a fraction (docs/performance.md)" if small else ""
 
 

@@ -1,0 +1,191 @@
+"""Dumps in large pages, asked of this machine's own kernel: they are had, change no byte, and are never insisted on. No engine."""
+
+import errno
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsnb.dumps import open_dump
+from hsnb.patch import large_pages, spool
+from hsnb.patch.large_pages import PAGE, LargePages, mapped, to_be_had
+from hsnb.patch.spool import SafetensorsRequest, bits
+from tests.test_writer import assert_right, closed, made, req, run, said  # noqa: F401
+
+SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+KERNEL = tuple(int(n) for n in platform.release().split(".")[:2])
+HAVE = pytest.mark.skipif(
+    KERNEL < (6, 1) or not SYSTEM.exists() or "[deny]" in SYSTEM.read_text() or platform.machine() != "x86_64",
+    reason=f"no large pages for the asking on Linux {platform.release()}, {platform.machine()}",
+)
+TOKENS, COLUMNS, HIDDEN = 300, 4, 7168
+
+
+@pytest.fixture
+def shm(monkeypatch):
+    """Return a new folder in memory; nobody has asked for large pages in it."""
+    monkeypatch.setattr(spool, "_LARGE_PAGES", LargePages())
+    folder = Path(tempfile.mkdtemp(prefix="hsnb-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def dumped(folder: Path, n: int = TOKENS) -> tuple[Path, torch.Tensor]:
+    """Write a dump of Kimi's width in two chunks; return it and its states [n, K + 1, H]."""
+    states = torch.randn(n, COLUMNS, HIDDEN).to(torch.bfloat16)
+    request = SafetensorsRequest("hsnb-a", n, "data", COLUMNS, HIDDEN, "bfloat16", {"boundaries": "[1, 2, 3]", "final": "pre"})
+    request.begin(folder)
+    rows, ids, half = bits(states), torch.arange(n).numpy(), n // 2
+    for part in (slice(0, half), slice(half, n)):
+        request.put(part.start, rows[part], ids[part])
+    request.publish(folder)
+    (path,) = folder.iterdir()
+    return path, states
+
+
+def assert_same(path: Path, states: torch.Tensor) -> None:
+    dump = open_dump(path)
+    assert dump.token_ids.tolist() == list(range(len(states)))
+    assert all(torch.equal(dump.state(b), states[:, k]) for k, b in enumerate((1, 2, 3, "final")))
+
+
+def large(path: Path) -> int:
+    """Return in how many large pages a file is, as the kernel maps it."""
+    if not (count := path.stat().st_size // PAGE):
+        return 0
+    with path.open("rb+") as file, mapped(file.fileno(), count) as address:
+        read = (large_pages.ctypes.c_char * (count * PAGE)).from_address(address)
+        assert [read[k * PAGE] for k in range(count)] == [os.pread(file.fileno(), 1, k * PAGE) for k in range(count)]
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        next(line for line in lines if line.startswith(f"{address:x}-"))
+        kb = next(line.split()[1] for line in lines if line.startswith("ShmemPmdMapped:"))
+    return int(kb) * 1024 // PAGE
+
+
+@HAVE
+def test_a_dump_is_in_large_pages_and_every_byte_is_what_it_would_be_in_small_ones(shm, monkeypatch):
+    path, states = dumped(shm)
+    assert path.stat().st_size // PAGE == large(path) == 8
+    assert_same(path, states)
+    assert path.stat().st_blocks * 512 - path.stat().st_size < 4096, "no more memory than in small ones"
+    got = path.read_bytes()
+    path.unlink()
+    monkeypatch.setenv(large_pages.VARIABLE, "0")
+    monkeypatch.setattr(spool, "_LARGE_PAGES", LargePages())
+    monkeypatch.setattr(torch, "randn", lambda *_: states)
+    path, _ = dumped(shm)
+    assert large(path) == 0 and path.read_bytes() == got
+
+
+@HAVE
+def test_the_process_that_writes_has_them_too(shm, monkeypatch):
+    """776 bytes a row: 6,000 rows are two large pages and a bit."""
+    capture = made(shm, monkeypatch, mib=16)
+    run(capture, (req("hsnb-a", 6000), 0, 6000), (req("hsnb-b", 60), 0, 60))
+    capture.writer.settle()
+    assert said(capture) == ({"captured": 2}, [])
+    assert sorted(large(p) for p in shm.glob("*.safetensors")) == [0, 2]
+    assert_right(shm, "hsnb-a", 6000)
+
+
+def test_a_file_smaller_than_one_is_not_touched(shm):
+    with tempfile.TemporaryFile(dir=shm) as file:
+        assert LargePages().ask(file.fileno(), PAGE - 1) == 0 and os.fstat(file.fileno()).st_size == 0
+
+
+def test_a_wrong_variable_is_told_where_the_server_arms(tmp_path, monkeypatch):
+    monkeypatch.setenv(large_pages.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="SGLANG_HS_DUMP_LARGE_PAGES is 'yes', expected 0 or 1"):
+        made(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EAGAIN])
+def test_where_the_kernel_refuses_a_dump_is_in_small_pages_and_it_is_asked_again_later(shm, monkeypatch, number):
+    """EINVAL: another file system or an older kernel; ENOMEM: no large piece of memory is left; EAGAIN: a page was in use."""
+    asked, now = [], [1000.0]
+
+    def refuses(*args):
+        asked.append(args)
+        large_pages.ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(large_pages, "_libc", Libc(refuses))
+    monkeypatch.setattr(large_pages.time, "monotonic", lambda: now[0])
+    for times in (1, 2, 3) if number == errno.EAGAIN else (1, 1, 1):
+        path, states = dumped(shm)
+        assert_same(path, states)
+        assert len(asked) == times
+        path.unlink()
+    now[0] += large_pages.PAUSE_S
+    dumped(shm)
+    assert len(asked) == (4 if number == errno.EAGAIN else 2)
+
+
+class Libc:
+    """The C library, but for madvise."""
+
+    def __init__(self, madvise):
+        self.madvise, self.mmap, self.munmap = madvise, large_pages._libc.mmap, large_pages._libc.munmap
+
+
+def test_a_kernel_that_has_to_work_for_each_is_left_alone_for_a_while(shm, monkeypatch):
+    spent, asked = [0.0], []
+
+    def works(*args):
+        asked.append(args)
+        spent[0] += 8 * 3 * large_pages.SLOW_S  # of eight pages: a single one is an accident
+        return 0
+
+    monkeypatch.setattr(large_pages, "_libc", Libc(works))
+    monkeypatch.setattr(large_pages.time, "thread_time", lambda: spent[0])
+    for _ in range(20):
+        path, _ = dumped(shm)
+        path.unlink()
+    assert len(asked) == 7  # of 3 times the limit, the mean of the last sixteen or so is above it
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Return mount(options): a file system of its own in memory."""
+    folder = tmp_path / "mounted"
+
+    def of(options: str) -> Path:
+        folder.mkdir()
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"mounting is not allowed here: {made.stderr.strip()}")
+        return folder
+
+    yield of
+    subprocess.run(["umount", "-l", folder], capture_output=True)
+
+
+@pytest.mark.parametrize("mib", [3, 9, 16])
+def test_a_file_system_without_room_is_told_and_nothing_is_left(shm, mount, mib):
+    """A dump of 17.2 MB: its first pages, its large pages, and its last ones do not fit."""
+    folder = mount(f"size={mib}m")
+    with pytest.raises(OSError, match="No space left"):
+        dumped(folder)
+    assert list(folder.iterdir()) == [] and shutil.disk_usage(folder).used == 0
+
+
+@HAVE
+def test_a_file_system_that_gives_them_by_itself_is_not_asked(shm, mount, monkeypatch):
+    folder, asked = mount("size=64m,huge=within_size"), []
+    monkeypatch.setattr(large_pages, "_libc", Libc(lambda *args: asked.append(args) or 0))
+    path, _ = dumped(folder)
+    monkeypatch.undo()
+    assert not asked and large(path) == 8
+    assert to_be_had(folder)
+
+
+@HAVE
+def test_whether_they_are_to_be_had_is_tried(shm, monkeypatch):
+    assert to_be_had(shm) and list(shm.iterdir()) == []
+    monkeypatch.setattr(large_pages, "_libc", Libc(lambda *_: -1))
+    assert not to_be_had(shm) and list(shm.iterdir()) == []
