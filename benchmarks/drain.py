@@ -10,6 +10,7 @@ drain-results.json; `python -m benchmarks.render_speed` makes the table of docs/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ import torch
 from benchmarks.drain_results import FILE, Case, DrainResults, DrainRun, DrainTurn
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
-from benchmarks.large_pages import mounted
+from benchmarks.large_pages import mounted, not_asked_for
 from hsnb.collect import free
 from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
@@ -82,14 +83,18 @@ def main(argv: list[str] | None = None) -> int:
     found = DrainRun(date=now(), cores=len(os.sched_getaffinity(0)), threads=publishing, versions=versions())
     memory = Path("/dev/shm")
     with mounted() as large:
+        asked, small = contextlib.nullcontext, not_asked_for
         ways = {
-            "memory to memory": (memory, memory),
-            **({"memory to memory, large pages": (large, large), "memory in large pages to disk": (large, args.disk)} if large else {}),
-            "memory to disk": (memory, args.disk),
-            "disk to disk": (args.disk, args.disk),
+            "memory to memory": (memory, memory, asked),
+            "memory to memory, small pages": (memory, memory, small),
+            **({"memory to memory, mounted for large pages": (large, large, asked)} if large else {}),
+            "memory to disk": (memory, args.disk, asked),
+            "memory in small pages to disk": (memory, args.disk, small),
+            "disk to disk": (args.disk, args.disk, asked),
         }
-        for name, (where, (spool, output)) in itertools.product(args.loads.split(","), ways.items()):
-            turns = [one_turn(DUMPS[name], spool, output, publishing) for _ in range(args.turns + 1)][1:]  # the first one warms up
+        for name, (where, (spool, output, pages)) in itertools.product(args.loads.split(","), ways.items()):
+            with pages():
+                turns = [one_turn(DUMPS[name], spool, output, publishing) for _ in range(args.turns + 1)][1:]  # the first one warms up
             case = Case(dumps=DUMPS[name].words, where=where, turns=turns)
             found = found.model_copy(update={"cases": {**found.cases, f"{name}, {where}": case}})
             DrainResults(runs={**results.runs, key: found}).write(args.out / FILE)

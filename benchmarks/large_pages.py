@@ -1,14 +1,17 @@
-"""Memory file systems in large pages, where this user may mount: as /dev/shm usually is not, and can be."""
+"""The two ways to large pages: mounting for them, where this user may; and asking for them, as the writer does, or not."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from hsnb.patch import spool
 
 SHM = Path("/dev/shm")
 _HUGE = "huge=within_size"
@@ -28,19 +31,26 @@ def mounted(size: str = "4g") -> Iterator[Path | None]:
 
 
 @contextlib.contextmanager
-def shm_pages(*, large: bool) -> Iterator[bool]:
-    """Have new files in /dev/shm in large pages meanwhile, or in small ones; say whether they are."""
+def shm_in_large_pages() -> Iterator[bool]:
+    """Have new files in /dev/shm in large pages meanwhile, without their asking; say whether they are."""
     before = next((o for p in psutil.disk_partitions(all=True) if p.mountpoint == str(SHM) for o in p.opts.split(",") if "huge=" in o), "")
-    wanted = _HUGE if large else "huge=never"
-    if (before or "huge=never") == wanted:
-        yield True
-        return
-    made = _mount("-o", f"remount,{wanted}", str(SHM))
+    made = _mount("-o", f"remount,{_HUGE}", str(SHM))
     try:
         yield made
     finally:
         if made:
             _mount("-o", f"remount,{before or 'huge=never'}", str(SHM))
+
+
+@contextlib.contextmanager
+def not_asked_for() -> Iterator[None]:
+    """Have the dumps that this process writes in the pages that their file system gives by itself."""
+    before = spool._LARGE_PAGES.not_before
+    spool._LARGE_PAGES.not_before = math.inf
+    try:
+        yield
+    finally:
+        spool._LARGE_PAGES.not_before = before
 
 
 def _mount(*words: str) -> bool:
