@@ -10,7 +10,6 @@ drain-results.json; `python -m benchmarks.render_speed` makes the table of docs/
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ import torch
 from benchmarks.drain_results import FILE, Case, DrainResults, DrainRun, DrainTurn
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
-from benchmarks.large_pages import mounted, not_asked_for
+from benchmarks.large_pages import asking, mounted, not_asking
 from hsnb.collect import free
 from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
@@ -83,22 +82,26 @@ def main(argv: list[str] | None = None) -> int:
     found = DrainRun(date=now(), cores=len(os.sched_getaffinity(0)), threads=publishing, versions=versions())
     memory = Path("/dev/shm")
     with mounted() as large:
-        asked, small = contextlib.nullcontext, not_asked_for
         ways = {
-            "memory to memory": (memory, memory, asked),
-            "memory to memory, small pages": (memory, memory, small),
-            **({"memory to memory, mounted for large pages": (large, large, asked)} if large else {}),
-            "memory to disk": (memory, args.disk, asked),
-            "memory in small pages to disk": (memory, args.disk, small),
-            "disk to disk": (args.disk, args.disk, asked),
+            "memory to memory": (memory, memory, asking),
+            "memory to memory, small pages": (memory, memory, not_asking),
+            **({"memory to memory, mounted for large pages": (large, large, asking)} if large else {}),
+            "memory to disk": (memory, args.disk, asking),
+            "memory in small pages to disk": (memory, args.disk, not_asking),
+            "disk to disk": (args.disk, args.disk, asking),
         }
-        for name, (where, (spool, output, pages)) in itertools.product(args.loads.split(","), ways.items()):
-            with pages():
-                turns = [one_turn(DUMPS[name], spool, output, publishing) for _ in range(args.turns + 1)][1:]  # the first one warms up
-            case = Case(dumps=DUMPS[name].words, where=where, turns=turns)
-            found = found.model_copy(update={"cases": {**found.cases, f"{name}, {where}": case}})
+        for name in args.loads.split(","):
+            turns: dict[str, list[DrainTurn]] = {where: [] for where in ways}
+            for turn, (where, (spool, output, pages)) in itertools.product(range(args.turns + 1), ways.items()):
+                with pages():
+                    taken = one_turn(DUMPS[name], spool, output, publishing)
+                if turn:  # the first one warms up
+                    turns[where].append(taken)
+            cases = {f"{name}, {where}": Case(dumps=DUMPS[name].words, where=where, turns=taken) for where, taken in turns.items()}
+            found = found.model_copy(update={"cases": {**found.cases, **cases}})
             DrainResults(runs={**results.runs, key: found}).write(args.out / FILE)
-            print(f"{name}, {where}: {case.median('rate'):.2f} GB/s, {case.median('cores'):.2f} cores for each GB/s", flush=True)
+            for words, case in cases.items():
+                print(f"{words}: {case.median('rate'):.2f} GB/s, {case.median('cores'):.2f} cores for each GB/s", flush=True)
     return 0
 
 

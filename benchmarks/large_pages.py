@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from hsnb.patch import spool
+from hsnb.patch.large_pages import LargePages
 
 SHM = Path("/dev/shm")
 _HUGE = "huge=within_size"
@@ -43,14 +45,17 @@ def shm_in_large_pages() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def not_asked_for() -> Iterator[None]:
-    """Have the dumps that this process writes in the pages that their file system gives by itself."""
-    before = spool._LARGE_PAGES.not_before
-    spool._LARGE_PAGES.not_before = math.inf
+def asking(*, wanted: bool = True) -> Iterator[None]:
+    """Have the dumps that this process writes ask for large pages, or not; what it has learnt elsewhere does not count."""
+    before, spool._LARGE_PAGES = spool._LARGE_PAGES, LargePages()
+    spool._LARGE_PAGES.not_before = 0.0 if wanted else math.inf
     try:
         yield
     finally:
-        spool._LARGE_PAGES.not_before = before
+        spool._LARGE_PAGES = before
+
+
+not_asking = functools.partial(asking, wanted=False)
 
 
 def _mount(*words: str) -> bool:

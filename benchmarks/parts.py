@@ -9,7 +9,6 @@ of the whole process: threads that spin count.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
 import shutil
@@ -27,7 +26,7 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu import now, versions
 from benchmarks.gpu_site import ROOT
-from benchmarks.large_pages import mounted, not_asked_for
+from benchmarks.large_pages import asking, mounted, not_asking
 from benchmarks.others import META
 from benchmarks.parts_results import FILE, Parts
 from hsnb.checks import RowLook, row_faults
@@ -52,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, list[float]] = {}
     try:
         with mounted() as large:
-            makers = [scheduler(memory), capture(memory), client(memory, disk), pages(memory, "/dev/shm in small pages", not_asked_for)]
+            makers = [scheduler(memory), capture(memory), client(memory, disk), pages(memory, "/dev/shm in small pages", not_asking)]
             makers += [pages(memory, "/dev/shm in large pages, as hsnb asks for them")]
-            for parts in map(list, [*makers, *([pages(large, "memory mounted for large pages")] if large else [])]):
+            for parts in map(list, [*makers, *([pages(large, "memory mounted for large pages", not_asking)] if large else [])]):
                 for turn in range(args.turns + 1):
                     for name, unit, per, work in parts:
                         began = time.process_time()
@@ -177,7 +176,7 @@ def client(memory: Path, disk: Path) -> Iterator[Part]:
     yield "copied to the disk past the page cache, hashed and looked at on the way, synced", unit, per, copied_past_the_page_cache
 
 
-def pages(folder: Path, words: str, asking: Callable = contextlib.nullcontext) -> Iterator[Part]:
+def pages(folder: Path, words: str, asks: Callable = asking) -> Iterator[Part]:
     """Yield what a prompt of 128 tokens of Kimi's width costs in memory, from the writer to the client's last look; ten of them."""
     states, times, made = torch.randn(128, 4, 7168).to(torch.bfloat16), 10, itertools.count()
     rows, ids = bits(states), torch.arange(128).numpy()
@@ -188,7 +187,7 @@ def pages(folder: Path, words: str, asking: Callable = contextlib.nullcontext) -
             path.unlink()
         for _ in range(times):
             request = SafetensorsRequest(f"hsnb-{next(made)}", 128, "data", 4, 7168, "bfloat16", META)
-            with asking():
+            with asks():
                 request.begin(folder)
             request.put(0, rows, ids)
             request.publish(folder)
