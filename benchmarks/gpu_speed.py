@@ -9,19 +9,28 @@ import shutil
 import statistics
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.gpu import card, now, versions
 from benchmarks.gpu_checks import Context, Found
 from benchmarks.gpu_results import Figure, card_key, figure
-from benchmarks.large_pages import shm_in_large_pages
+from benchmarks.large_pages import no_large_pages, shm_in_large_pages
 from benchmarks.speed_ceilings import ceilings, fastest
 from benchmarks.speed_load import LOADS, measure
 from benchmarks.speed_results import FILE, Load, Results, Run
 
-MOUNTED = ", mounted for large pages"  # as it came, the writer asks for them
+SMALL, MOUNTED = ", in small pages", ", mounted for large pages"  # without them: large pages that the writer asks for
 # What is measured, in this order, and in how many alternations: one turn of short prompts differs from the next by a fifth.
-LOADS_OF = {"short to memory": 15, "long to memory": 9, "long to disk": 9, f"short to memory{MOUNTED}": 9, "short to disk": 9}
+LOADS_OF = {
+    "short to memory": 15,
+    "long to memory": 9,
+    "long to disk": 9,
+    f"short to memory{SMALL}": 9,
+    f"short to memory{MOUNTED}": 9,
+    "short to disk": 9,
+}
+KEYS = {"": "", SMALL: "small_pages.", MOUNTED: "mounted."}
 SHARE_OF_PLAIN = {"long": 0.95, "short": 0.90}  # what the project asks of itself
 SHARE_OF_DISK = 0.9
 TITLE = "Prefill captured and published, against plain"
@@ -37,9 +46,9 @@ def speed(ctx: Context) -> Found:
     found = found.model_copy(update={"ceilings": ceilings(device, memory, disk)})
     try:
         for what, turns in LOADS_OF.items():
-            prompts, _, where = what.removesuffix(MOUNTED).partition(" to ")
+            prompts, _, where = what.removesuffix(MOUNTED).removesuffix(SMALL).partition(" to ")
             output, own = {"memory": (memory, None), "disk": (disk, found.ceilings)}[where]
-            with shm_in_large_pages() if what.endswith(MOUNTED) else contextlib.nullcontext(True) as so:
+            with pages_of(what) as so:
                 if not so or time.monotonic() > ctx.ends:
                     continue
                 load = measure(server, LOADS[device][prompts], turns, ctx.ends, (where, output), own)
@@ -53,19 +62,25 @@ def speed(ctx: Context) -> Found:
     return figures(found.loads, found.ceilings), []
 
 
+def pages_of(what: str) -> AbstractContextManager[bool]:
+    """Return what gives a load its pages, and says whether it did."""
+    if what.endswith(MOUNTED):
+        return shm_in_large_pages()
+    return no_large_pages() if what.endswith(SMALL) else contextlib.nullcontext(True)
+
+
 def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
-    """Return long.ratio and short.ratio, both mounted for large pages as well, and disk.ratio, each with what it is made of."""
+    """Return long.ratio and short.ratio, short.ratio in other pages as well, and disk.ratio, each with what it is made of."""
     found = []
-    for (name, bar), pages in itertools.product(SHARE_OF_PLAIN.items(), ("", MOUNTED)):
+    for (name, bar), pages in itertools.product(SHARE_OF_PLAIN.items(), ("", SMALL, MOUNTED)):
         if load := loads.get(f"{name} to memory{pages}"):
             plain, captured = (statistics.median(t.whole for t in turns) for turns in (load.plain, load.captured))
             found += [
                 figure(
-                    f"{name}.{'mounted.' if pages else ''}ratio",
+                    f"{name}.{KEYS[pages]}ratio",
                     load.median("whole"),
                     "captured / plain",
-                    "at least",
-                    bar,
+                    *(("", None) if pages else ("at least", bar)),
                     load.turns,
                     note=_spread(load.ratios("whole")),
                 ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from hsnb.patch import spool
 from hsnb.patch.large_pages import LargePages
 
 SHM = Path("/dev/shm")
+_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE = "huge=within_size"
 
 
@@ -45,10 +45,24 @@ def shm_in_large_pages() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
+def no_large_pages() -> Iterator[bool]:
+    """Have the kernel give none to any file in memory meanwhile, asked or not; say whether it does as it is told."""
+    before = _SYSTEM.read_text().split("[")[1].split("]")[0] if _SYSTEM.exists() else ""
+    try:
+        _SYSTEM.write_text("deny")
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _SYSTEM.write_text(before)
+
+
+@contextlib.contextmanager
 def asking(*, wanted: bool = True) -> Iterator[None]:
     """Have the dumps that this process writes ask for large pages, or not; what it has learnt elsewhere does not count."""
-    before, spool._LARGE_PAGES = spool._LARGE_PAGES, LargePages()
-    spool._LARGE_PAGES.not_before = 0.0 if wanted else math.inf
+    before, spool._LARGE_PAGES = spool._LARGE_PAGES, LargePages(wanted=wanted)
     try:
         yield
     finally:

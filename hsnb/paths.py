@@ -76,23 +76,12 @@ def run_dir(run: str, *, make: bool = True) -> Path:
 
 def on_network(folder: Path) -> bool:
     """Say whether `folder` is on a file system that other machines share."""
-    kind = _kind(folder)
-    return kind in _NETWORK or kind.startswith("fuse.")
-
-
-def in_memory(folder: Path) -> bool:
-    """Say whether `folder` is on a file system in memory."""
-    return _kind(folder) == "tmpfs"
-
-
-def _kind(folder: Path) -> str:
-    """Return the kind of the file system that `folder` is on."""
     import psutil
 
     folder = folder.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if folder.is_relative_to(p.mountpoint)]
-    found = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    return found.fstype if found else ""
+    kind = max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
+    return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def default_spool(port: int) -> Path:

@@ -242,15 +242,19 @@ def test_a_kill_by_the_kernel_is_told_from_the_exit_code():
     assert causes.find_cause([], code=1).words == "nothing was written to the log"
 
 
-@pytest.mark.parametrize(("kind", "had", "told"), [("tmpfs", True, False), ("tmpfs", False, True), ("ext4", False, False)])
-def test_a_spool_in_small_pages_is_told_where_a_gpu_fills_it_and_there_are_no_others(monkeypatch, model, kind, had, told):
+@pytest.mark.parametrize("small", [True, False])
+def test_a_spool_that_has_small_pages_only_is_told_where_a_gpu_fills_it(monkeypatch, model, small):
     """What the kernel gives is in test_large_pages.py."""
-    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint="/dev/shm", fstype=kind)]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    monkeypatch.setattr("hsnb.server.preflight.to_be_had", lambda folder: had)
-    for device, said in (("cuda", told), ("cpu", False)):
+    monkeypatch.setattr("hsnb.server.preflight.has_small_pages_only", lambda folder: small)
+    for device, told in (("cuda", small), ("cpu", False)):
         (row,) = [r for r in preflight(deployment(model, device=device)).rows if r.check == "spool"]
-        assert ("pages of 4 kB" in f"{row.value} {row.note}") is said and row.ok
+        assert ("pages of 4 kB" in f"{row.value} {row.note}") is told and row.ok
+
+
+def test_a_new_spool_is_tried_and_leaves_no_folder(model):
+    spool = SHM / f"hsnb-test-{os.getpid()}"
+    (row,) = [r for r in preflight(deployment(model, device="cuda", spool=str(spool))).rows if r.check == "spool"]
+    assert row.ok and not spool.exists()
 
 
 def test_why_the_plugin_did_not_load():

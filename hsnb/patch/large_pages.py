@@ -1,7 +1,7 @@
 """Have a new file in memory (tmpfs, /dev/shm) in pages of 2 MiB, also where it was mounted for pages of 4 kB, as it usually is.
 
-To have, to fill and to read 4 kB at a time costs more than everything else that is done with a dump's bytes
-(docs/performance.md). Linux 6.1 and newer gives any file of a tmpfs large pages when it is asked for that file alone, by
+To have, to fill and to read 4 kB at a time costs more than half of what is done with a dump's bytes (docs/performance.md).
+Linux 6.1 and newer gives any file of a tmpfs large pages when it is asked for that file alone, by
 madvise(2)'s MADV_COLLAPSE, with no mount option and no privilege. It wants one page of each 2 MiB to be there.
 
 It is an offer: whatever keeps it from being taken (another file system, an older kernel, no large piece of memory left) leaves a
@@ -21,11 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "SGLANG_HS_DUMP_LARGE_PAGES"
-PAGE = 2 << 20  # bytes, of x86-64, and of arm64 with small pages of 4 kB
+PAGE = 2 << 20  # bytes, where small ones have 4 kB
 PAUSE_S = 10.0
-SLOW_S = 0.001  # of CPU for one, on average (0.2 ms with free memory): the kernel moves others' pages, and small ones would cost less
+SLOW_S = 0.0015  # of CPU for one, on average (0.2 ms with free memory, 2 ms where the kernel moves others' pages): small ones cost less
+_CALLS = 16  # that the average is of, or so
 _MADV_COLLAPSE = 25
 _FIXED, _NORESERVE, _NONE = 0x10, 0x4000, 0  # MAP_FIXED, MAP_NORESERVE, PROT_NONE: the mmap module does not have them
+_TMPFS = 0x01021994
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -41,11 +43,11 @@ def check_variable() -> None:
 
 
 class LargePages:
-    """Ask for them, unless SGLANG_HS_DUMP_LARGE_PAGES is 0, and know when not to. Threads may share one."""
+    """Ask for them, if they are `wanted`, and know when not to. Threads may share one."""
 
-    def __init__(self):
-        self.not_before = math.inf if os.environ.get(VARIABLE) == "0" else 0.0  # of time.monotonic()
-        self._mean_s = 0.0  # of one large page, the last sixteen calls or so
+    def __init__(self, *, wanted: bool = True):
+        self.not_before = 0.0 if wanted and mmap.PAGESIZE == 4096 else math.inf  # of time.monotonic()
+        self._mean_s = 0.0  # of CPU for one large page
 
     def ask(self, fd: int, nbytes: int) -> int:
         """Give the empty file `fd` its size and large pages for its first whole ones; return how many, 0 where there are none to be had.
@@ -54,11 +56,12 @@ class LargePages:
         """
         if not (count := nbytes // PAGE) or time.monotonic() < self.not_before:
             return 0
+        if not _in_memory(fd):
+            return self._pause()
         os.ftruncate(fd, nbytes)
         os.pwrite(fd, b"\0", 0)
-        if os.fstat(fd).st_blocks * 512 >= PAGE:  # mounted for large pages: a write gets one, and does not have to clear it first
-            self._pause()
-            return 0
+        if _in_a_large_page(fd):  # mounted for them: a write gets one, and does not have to clear it first
+            return self._pause()
         for k in range(1, count):
             os.pwrite(fd, b"\0", k * PAGE)
         began = time.thread_time()
@@ -66,25 +69,48 @@ class LargePages:
             with mapped(fd, count) as address:
                 if _libc.madvise(address, count * PAGE, _MADV_COLLAPSE):
                     _raise()
-        except BlockingIOError:  # a page was in use: this file stays as it is
+        except BlockingIOError:  # a page was in use: this file stays as it is, and many in a row are a reason to stop
+            self._note(4 * SLOW_S)
             return 0
         except OSError:
-            self._pause()
-            return 0
-        self._mean_s += ((time.thread_time() - began) / count - self._mean_s) / 16
-        if self._mean_s > SLOW_S:
-            self._pause()
+            return self._pause()
+        self._note((time.thread_time() - began) / count)
         return count
 
-    def _pause(self) -> None:
-        self.not_before, self._mean_s = time.monotonic() + PAUSE_S, 0.0
+    def _note(self, seconds: float) -> None:
+        self._mean_s += (seconds - self._mean_s) / _CALLS
+        if self._mean_s > SLOW_S:
+            self._pause()
+            self._mean_s = SLOW_S  # the next one decides
+
+    def _pause(self) -> int:
+        self.not_before = time.monotonic() + PAUSE_S
+        return 0
 
 
-def to_be_had(folder: Path) -> bool:
-    """Say whether files in `folder` have large pages, asked for or by themselves: one is made and looked at. Raises OSError."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        LargePages().ask(file.fileno(), PAGE)
-        return os.fstat(file.fileno()).st_blocks * 512 >= PAGE
+def has_small_pages_only(folder: Path) -> bool:
+    """Say whether files in `folder` are in memory in pages of 4 kB, asked for others or not: one is made and looked at.
+
+    False where none can be made: whoever wants to write there will hear why.
+    """
+    with contextlib.suppress(OSError):
+        for _ in range(2):  # a page may be in use
+            with tempfile.TemporaryFile(dir=folder) as file:
+                LargePages().ask(file.fileno(), PAGE)
+                if not _in_memory(file.fileno()) or _in_a_large_page(file.fileno()):
+                    return False
+        return mmap.PAGESIZE == 4096
+    return False
+
+
+def _in_memory(fd: int) -> bool:
+    about = ctypes.create_string_buffer(512)  # struct statfs: a long, the kind, comes first
+    return not _libc.fstatfs(fd, about) and ctypes.c_long.from_buffer(about).value == _TMPFS
+
+
+def _in_a_large_page(fd: int) -> bool:
+    """Say it of a file with one byte."""
+    return os.fstat(fd).st_blocks * 512 >= PAGE
 
 
 @contextlib.contextmanager
@@ -93,17 +119,29 @@ def mapped(fd: int, count: int) -> Iterator[int]:
 
     Raises OSError.
     """
-    room = (count + 1) * PAGE
+    nbytes, room = count * PAGE, (count + 1) * PAGE
     start = _map(None, room, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
+    here = -(-start // PAGE) * PAGE
     try:
-        yield _map(-(-start // PAGE) * PAGE, count * PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, fd)
+        _map(here, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, fd)
+    except OSError:  # what was there is gone already, and may be another thread's by now
+        _unmap(start, here - start)
+        _unmap(here + nbytes, start + room - here - nbytes)
+        raise
+    try:
+        yield here
     finally:
-        _libc.munmap(start, room)
+        _unmap(start, room)
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
     got = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     return _raise() if got == ctypes.c_void_p(-1).value else got
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    if nbytes:
+        _libc.munmap(address, nbytes)
 
 
 def _raise() -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from hsnb.patch.large_pages import LargePages
+from hsnb.patch.large_pages import VARIABLE, LargePages
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ _PAGE = 4096  # the tensors begin at a multiple of it, whatever the request's na
 _ATTEMPTS = itertools.count()  # a prompt that starts again has another temporary file: the old one may still be on its way out
 _AT_ONCE = 64 << 20  # bytes
 _NUMBERED = threading.Lock()  # one req_N at a time
-_LARGE_PAGES = LargePages()
+_LARGE_PAGES = LargePages(wanted=os.environ.get(VARIABLE) != "0")
 _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}  # safetensors' name, bytes
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 from hsnb import paths
 from hsnb.errors import HsnbError, ModelError, ServerError
 from hsnb.params import Deployment
-from hsnb.patch.large_pages import to_be_had
+from hsnb.patch.large_pages import has_small_pages_only
 from hsnb.server.command import gpus, resolve_device
 from hsnb.server.flags import check_flags, check_nodes, sglang_version
 from hsnb.server.leftovers import MARKER, SHM
@@ -267,15 +267,17 @@ def _spool(deployment: Deployment) -> tuple[str, str]:
             next="name another folder with server.spool, or remove this one",
         )
     paths.make_private(spool)
-    value, note = _space(spool, MIN_SPOOL_BYTES)
-    if not existed:
-        spool.rmdir()
-    return str(spool), f"{value}, {note}{_pages(deployment, spool)}"
+    try:
+        value, note = _space(spool, MIN_SPOOL_BYTES)
+        return str(spool), f"{value}, {note}{_pages(deployment, spool)}"
+    finally:
+        if not existed:
+            spool.rmdir()
 
 
 def _pages(deployment: Deployment, folder: Path) -> str:
     """Return advice where a GPU fills a spool faster than pages of 4 kB can be had, and there are no others."""
-    small = resolve_device(deployment.server.device) == "cuda" and paths.in_memory(folder) and not to_be_had(folder)
+    small = resolve_device(deployment.server.device) == "cuda" and has_small_pages_only(folder)
     return "; in pages of 4 kB: large ones cost a fraction (docs/performance.md)" if small else ""
 
 
