@@ -4,14 +4,16 @@ To have, to fill and to read 4 kB at a time costs more than half of what is done
 Linux 6.1 and newer gives any file of a tmpfs large pages when it is asked for that file alone, by
 madvise(2)'s MADV_COLLAPSE, with no mount option and no privilege. It wants one page of each 2 MiB to be there.
 
-It is an offer: whatever keeps it from being taken (another file system, an older kernel, no large piece of memory left) leaves a
-file in small pages, and nobody asks again for a while.
+It is an offer: whatever keeps it from being taken (an older kernel, no large piece of memory left) leaves a file in small pages, and
+nobody asks again for a while. Nor where they cost more than they save: a virtual machine's host that took freed memory back gives it
+again 4 kB at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import math
 import mmap
 import os
@@ -23,8 +25,9 @@ from pathlib import Path
 VARIABLE = "SGLANG_HS_DUMP_LARGE_PAGES"
 PAGE = 2 << 20  # bytes, where small ones have 4 kB
 PAUSE_S = 10.0
-SLOW_S = 0.0015  # of CPU for one, on average (0.2 ms with free memory, 2 ms where the kernel moves others' pages): small ones cost less
-_CALLS = 16  # that the average is of, or so
+SLOW_S = 0.0012  # of CPU for one, on average (0.1 ms with free memory): what small pages cost more until the file is read and removed
+_STEP = 8  # pages asked for at once: a kernel that has to work for them is noticed before a long file is through
+_STEPS = 4  # that the average is of, or so
 _MADV_COLLAPSE = 25
 _FIXED, _NORESERVE, _NONE = 0x10, 0x4000, 0  # MAP_FIXED, MAP_NORESERVE, PROT_NONE: the mmap module does not have them
 _TMPFS = 0x01021994
@@ -57,35 +60,44 @@ class LargePages:
         if not (count := nbytes // PAGE) or time.monotonic() < self.not_before:
             return 0
         if not _in_memory(fd):
-            return self._pause()
+            self._pause()
+            return 0
         os.ftruncate(fd, nbytes)
         os.pwrite(fd, b"\0", 0)
         if _in_a_large_page(fd):  # mounted for them: a write gets one, and does not have to clear it first
-            return self._pause()
-        for k in range(1, count):
-            os.pwrite(fd, b"\0", k * PAGE)
-        began = time.thread_time()
+            self._pause()
+            return 0
+        done = 0
         try:
             with mapped(fd, count) as address:
-                if _libc.madvise(address, count * PAGE, _MADV_COLLAPSE):
-                    _raise()
-        except BlockingIOError:  # a page was in use: this file stays as it is, and many in a row are a reason to stop
+                while done < count and not self.not_before > time.monotonic():
+                    n = min(_STEP, count - done)
+                    self._step(fd, address + done * PAGE, done, n)
+                    done += n
+        except BlockingIOError:  # a page was in use: the rest stays as it is, and many in a row are a reason to stop
             self._note(4 * SLOW_S)
-            return 0
-        except OSError:
-            return self._pause()
-        self._note((time.thread_time() - began) / count)
-        return count
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+            self._pause()
+        return done
+
+    def _step(self, fd: int, address: int, first: int, n: int) -> None:
+        for k in range(first, first + n):
+            os.pwrite(fd, b"\0", k * PAGE)
+        began = time.thread_time()
+        if _libc.madvise(address, n * PAGE, _MADV_COLLAPSE):
+            _raise()
+        self._note((time.thread_time() - began) / n)
 
     def _note(self, seconds: float) -> None:
-        self._mean_s += (seconds - self._mean_s) / _CALLS
+        self._mean_s += (seconds - self._mean_s) / _STEPS
         if self._mean_s > SLOW_S:
             self._pause()
             self._mean_s = SLOW_S  # the next one decides
 
-    def _pause(self) -> int:
+    def _pause(self) -> None:
         self.not_before = time.monotonic() + PAUSE_S
-        return 0
 
 
 def has_small_pages_only(folder: Path) -> bool:
