@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
 from dataclasses import dataclass, field
 
 import pytest
@@ -133,3 +134,24 @@ def engine(tmp_path_factory, engine_starts):
 def staging_in_threads(monkeypatch):
     """Stage in threads on every machine, as on one with few cores: tests that break a disk do so in this process."""
     monkeypatch.setattr("hsnb.extract.staging.CORES", 1 << 20)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Return mount(name, MiB, options): a file system of its own in memory."""
+    mounted = []
+
+    def mount(name: str, size: float, options: str = "mode=0700"):
+        folder = tmp_path / name
+        folder.mkdir()
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={round(1024 * size)}k,{options}", "tmpfs", folder], capture_output=True, text=True
+        )
+        if made.returncode:
+            pytest.skip(f"mounting is not allowed here: {made.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)

@@ -22,25 +22,6 @@ from tests.stub import StubServer, make_data
 MB = 1 << 20
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """Return mount(name, MiB): a file system of its own."""
-    mounted = []
-
-    def mount(name: str, size: int):
-        folder = tmp_path / name
-        folder.mkdir()
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=0700", "tmpfs", folder], capture_output=True, text=True)
-        if made.returncode:
-            pytest.skip(f"mounting is not allowed here: {made.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def resize(folder, size: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}m", folder], check=True)
 

@@ -6,7 +6,6 @@ import platform
 import random
 import shutil
 import socket
-import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -238,34 +237,18 @@ def test_a_file_that_cannot_be_mapped_leaves_no_hole_that_another_thread_could_l
     assert sum(unmapped) == PAGE, "all but where the file should have been"
 
 
-@pytest.fixture
-def mount(tmp_path):
-    """Return mount(options): a file system of its own in memory."""
-    folder = tmp_path / "mounted"
-
-    def of(options: str) -> Path:
-        folder.mkdir()
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
-        if made.returncode:
-            pytest.skip(f"mounting is not allowed here: {made.stderr.strip()}")
-        return folder
-
-    yield of
-    subprocess.run(["umount", "-l", folder], capture_output=True)
-
-
 @pytest.mark.parametrize("kib", [8, 16, 3 << 10, 9 << 10, 16 << 10])
-def test_a_file_system_without_room_is_told_and_nothing_is_left(shm, mount, kib):
+def test_a_file_system_without_room_is_told_and_nothing_is_left(shm, disk, kib):
     """A dump of 17.2 MB: the first pages of its large ones do not fit, or the large ones, or the last small ones."""
-    folder = mount(f"size={kib}k")
+    folder = disk("full", kib / 1024)
     with pytest.raises(OSError, match="No space left"):
         dumped(folder)
     assert list(folder.iterdir()) == [] and shutil.disk_usage(folder).used == 0
 
 
 @HAVE
-def test_a_file_system_that_gives_them_by_itself_is_not_asked(shm, mount, monkeypatch):
-    folder, asked = mount("size=64m,huge=within_size"), []
+def test_a_file_system_that_gives_them_by_itself_is_not_asked(shm, disk, monkeypatch):
+    folder, asked = disk("large", 64, "huge=within_size"), []
     with monkeypatch.context() as patch:
         patch.setattr(large_pages, "_libc", Libc(lambda *args: asked.append(args) or 0))
         path, _ = dumped(folder)

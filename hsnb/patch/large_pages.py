@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import math
 import mmap
 import os
@@ -55,30 +54,23 @@ class LargePages:
     def ask(self, fd: int, nbytes: int) -> int:
         """Give the empty file `fd` its size and large pages for its first whole ones; return how many, 0 where there are none to be had.
 
-        Raises OSError when the file system is full.
+        A file system that is full is told by whoever lays the rest of the file out.
         """
-        if not (count := nbytes // PAGE) or time.monotonic() < self.not_before:
+        count, done = nbytes // PAGE, 0
+        if not count or time.monotonic() < self.not_before:
             return 0
-        if not _in_memory(fd):
-            self._pause()
-            return 0
-        os.ftruncate(fd, nbytes)
-        os.pwrite(fd, b"\0", 0)
-        if _in_a_large_page(fd):  # mounted for them: a write gets one, and does not have to clear it first
-            self._pause()
-            return 0
-        done = 0
         try:
+            if not _in_memory(fd) or _given_by_itself(fd, nbytes):
+                self._pause()
+                return 0
             with mapped(fd, count) as address:
-                while done < count and not self.not_before > time.monotonic():
+                while done < count and time.monotonic() >= self.not_before:
                     n = min(_STEP, count - done)
                     self._step(fd, address + done * PAGE, done, n)
                     done += n
         except BlockingIOError:  # a page was in use: the rest stays as it is, and many in a row are a reason to stop
             self._note(4 * SLOW_S)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise
+        except OSError:
             self._pause()
         return done
 
@@ -105,19 +97,29 @@ def has_small_pages_only(folder: Path) -> bool:
 
     False where none can be made: whoever wants to write there will hear why.
     """
-    with contextlib.suppress(OSError):
+    if mmap.PAGESIZE > 4096:
+        return False
+    try:
         for _ in range(2):  # a page may be in use
             with tempfile.TemporaryFile(dir=folder) as file:
                 LargePages().ask(file.fileno(), PAGE)
                 if not _in_memory(file.fileno()) or _in_a_large_page(file.fileno()):
                     return False
-        return mmap.PAGESIZE == 4096
-    return False
+    except OSError:
+        return False
+    return True
 
 
 def _in_memory(fd: int) -> bool:
     about = ctypes.create_string_buffer(512)  # struct statfs: a long, the kind, comes first
     return not _libc.fstatfs(fd, about) and ctypes.c_long.from_buffer(about).value == _TMPFS
+
+
+def _given_by_itself(fd: int, nbytes: int) -> bool:
+    """Give the file its size and a first byte, and say whether that brought a large page, which then need not be cleared first."""
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, b"\0", 0)
+    return _in_a_large_page(fd)
 
 
 def _in_a_large_page(fd: int) -> bool:
