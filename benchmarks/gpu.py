@@ -64,6 +64,7 @@ def steps(plan) -> dict[str, tuple[str, Callable]]:
     """Return {name: (title, step)} in the order in which they run: those of one server together, the speed last."""
     from benchmarks import gpu_checks as checks
     from benchmarks.gpu_drafter import drafter
+    from benchmarks.gpu_kept import kept
     from benchmarks.gpu_speed import TITLE, speed
 
     one = plan.gpus == 1
@@ -84,6 +85,7 @@ def steps(plan) -> dict[str, tuple[str, Callable]]:
             for d in plan.llama_dtypes[1:]
         },
         "chunks": ("In chunks and in one piece", checks.chunked),
+        "kept": ("What is copied from is kept until it is", kept if one else None),
         "speed": (TITLE, speed),
         "drafter": ("EAGLE-3 drafters, trained on states taken here and served here", drafter if one else None),
     }

@@ -14,17 +14,17 @@ from pathlib import Path
 
 from benchmarks.gpu import card, now, versions
 from benchmarks.gpu_checks import Context, Found
-from benchmarks.gpu_results import Figure, card_key, figure
+from benchmarks.gpu_results import PUBLISHED, Figure, card_key, figure
 from benchmarks.large_pages import no_large_pages, shm_in_large_pages
 from benchmarks.speed_ceilings import ceilings, fastest
 from benchmarks.speed_load import LOADS, measure
-from benchmarks.speed_results import FILE, Load, Results, Run
+from benchmarks.speed_results import FILE, Results, Run
 
 SMALL, MOUNTED = ", in small pages", ", mounted for large pages"  # without them: large pages that the writer asks for
-# What is measured, in this order, and in how many alternations: one turn of short prompts differs from the next by a fifth.
+# What is measured, in this order, and in how many alternations: one turn differs from the next by a fifth, and so a median of nine by a twentieth.
 LOADS_OF = {
-    "short to memory": 15,
-    "long to memory": 9,
+    "long to memory": 36,
+    "short to memory": 27,
     "long to disk": 9,
     f"short to memory{SMALL}": 9,
     f"short to memory{MOUNTED}": 9,
@@ -37,13 +37,19 @@ TITLE = "Prefill captured and published, against plain"
 
 
 def speed(ctx: Context) -> Found:
-    """Measure long and short prompts published in memory and onto the disk; every turn is kept in speed-results.json as well."""
+    """Measure long and short prompts published in memory and onto the disk; every turn is kept in speed-results.json as well.
+
+    A load that there was no time for keeps what was measured before.
+    """
     server = ctx.fleet.get("deepseek wide")
     ctx.fleet.stop_all(but=("deepseek wide",))
     memory, disk = Path("/dev/shm"), Path(tempfile.mkdtemp(prefix="hsnb-speed-"))
     device, name = ctx.plan.device, card(ctx.plan.device)["card"]
+    key, file = card_key(name, ctx.plan.gpus), ctx.out / FILE
+    results = Results.read(file if file.is_file() or device == "cpu" else PUBLISHED.with_name(FILE))
     found = Run(date=now(), device=device, card=name, cores=len(os.sched_getaffinity(0)), versions=versions())
-    found = found.model_copy(update={"ceilings": ceilings(device, memory, disk)})
+    before = results.runs[key].loads if key in results.runs else {}
+    found = found.model_copy(update={"ceilings": ceilings(device, memory, disk), "loads": before})
     try:
         for what, turns in LOADS_OF.items():
             prompts, _, where = what.removesuffix(MOUNTED).removesuffix(SMALL).partition(" to ")
@@ -53,13 +59,12 @@ def speed(ctx: Context) -> Found:
                     continue
                 load = measure(server, LOADS[device][prompts], turns, ctx.ends, (where, output), own)
             if load.turns:
-                found = found.model_copy(update={"loads": {**found.loads, what: load}})
-                results = Results.read(ctx.out / FILE)
-                Results(runs={**results.runs, card_key(name, ctx.plan.gpus): found}).write(ctx.out / FILE)
-                ctx.tell(figures(found.loads, found.ceilings), [])
+                found = found.with_load(what, load)
+                Results(runs={**results.runs, key: found}).write(file)
+                ctx.tell(figures(found), [])
     finally:
         shutil.rmtree(disk)
-    return figures(found.loads, found.ceilings), []
+    return figures(found), []
 
 
 def pages_of(what: str) -> AbstractContextManager[bool]:
@@ -69,9 +74,9 @@ def pages_of(what: str) -> AbstractContextManager[bool]:
     return no_large_pages() if what.endswith(SMALL) else contextlib.nullcontext(True)
 
 
-def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
+def figures(run: Run) -> list[Figure]:
     """Return long.ratio and short.ratio, short.ratio in other pages as well, and disk.ratio, each with what it is made of."""
-    found = []
+    loads, found = run.loads, []
     for (name, bar), pages in itertools.product(SHARE_OF_PLAIN.items(), ("", SMALL, MOUNTED)):
         if load := loads.get(f"{name} to memory{pages}"):
             plain, captured = (statistics.median(t.whole for t in turns) for turns in (load.plain, load.captured))
@@ -82,7 +87,7 @@ def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
                     "captured / plain",
                     *(("", None) if pages else ("at least", bar)),
                     load.turns,
-                    note=_spread(load.ratios("whole")),
+                    note=_spread(load.ratios("whole")) + load.of_another_source(run),
                 ),
                 figure(f"{name}{pages}: plain", plain, "tokens/s", n=load.turns, note=load.prompts),
                 figure(
@@ -97,7 +102,8 @@ def figures(loads: dict[str, Load], best: dict[str, float]) -> list[Figure]:
             ]
     if (load := loads.get("long to disk")) and load.alone_s:
         shares, speeds = load.shares(), load.speeds()
-        note = f"{_spread(shares)}; from the first request until the last file is synced, against the same files alone, in turns"
+        note = f"{_spread(shares)}{load.of_another_source(run)}; from the first request until the last file is synced, against the same files alone, in turns"
+        best = load.ceilings
         way = fastest(best)
         found += [
             figure("disk.ratio", statistics.median(shares), "of the disk's own speed", "at least", SHARE_OF_DISK, load.turns, note=note),

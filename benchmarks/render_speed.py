@@ -12,7 +12,7 @@ from benchmarks.gpu_results import Results as GpuResults
 from benchmarks.gpu_site import ROOT
 from benchmarks.gpu_speed import TITLE, figures
 from benchmarks.render_gpu import page
-from benchmarks.speed_results import FILE, Load, Results
+from benchmarks.speed_results import FILE, Load, Results, Run
 
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 MARKS = {  # of each table: where it begins and ends
@@ -29,8 +29,8 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def row(name: str, load: Load) -> str:
-    """Return one load as a row."""
+def row(name: str, load: Load, run: Run) -> str:
+    """Return one load of a run as a row."""
     plain, captured = (statistics.median(t.rate for t in turns) for turns in (load.plain, load.captured))
     drained = bool(load.output)
     return _cells(
@@ -38,7 +38,7 @@ def row(name: str, load: Load) -> str:
         spread(load.ratios("whole")) if drained else "", spread(load.ratios("cpu_s")), spread(load.ratios("server_cpu")),
         f"{statistics.median(load.speeds()):.2f}", spread(load.shares()) if load.alone_s else "",
         f"{load.client_cores():.2f}" if drained else "", f"{load.ring_full_ms:,}",
-        f"{load.memory_growth_mib:.1f}",
+        f"{load.memory_growth_mib:.1f}", load.date + load.of_another_source(run),
     )  # fmt: skip
 
 
@@ -47,11 +47,11 @@ def tables(results: Results) -> str:
     head = _head(
         "load", "prompts", "n", "plain, tokens/s", "captured, tokens/s", "ratio, into the spool (spread)", "ratio, published (spread)",
         "schedulers' CPU a token, ratio (spread)", "with the writing process, ratio (spread)", "GB/s to where it ends",
-        "of the disk alone (spread)", "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB",
+        "of the disk alone (spread)", "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB", "ended",
     )  # fmt: skip
     parts = []
     for key, run in sorted(results.runs.items()):
-        rows = [row(name, load) for name, load in run.loads.items() if load.turns]
+        rows = [row(name, load, run) for name, load in run.loads.items() if load.turns]
         made = f"SGLang {run.versions['sglang']}, torch {run.versions['torch']}, hsnb source {run.versions['hsnb source']}"
         parts.append(f"### {key}\n\n{run.card}, {run.cores} cores, {run.date}, {made}\n\n")
         parts.append(head + "\n".join(rows) + "\n\n" if rows else "")
@@ -175,7 +175,7 @@ def keep_gpu(results: Results) -> None:
     published = GpuResults.read(PUBLISHED)
     for key in set(results.runs) & set(published.runs):
         run = results.runs[key]
-        found = figures(run.loads, run.ceilings)
+        found = figures(run)
         state = "ok" if all(f.ok for f in found) else "off"
         seconds = sum(t.drained_s or t.published_s for load in run.loads.values() for t in (*load.plain, *load.captured))
         step = Step(title=TITLE, state=state, date=run.date, seconds=seconds, source=run.versions["hsnb source"], figures=found)

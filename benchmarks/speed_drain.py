@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from hsnb.collect import free
+from hsnb.collect import LOOK_S, free
 from hsnb.extract.flow import Disk
 from hsnb.extract.output import Committer, Output
 from hsnb.extract.publish import Publisher
@@ -21,8 +21,6 @@ from hsnb.extract.staging import threads
 from hsnb.ledger import Ledger
 from hsnb.patch.spool import file_stem
 from hsnb.sizes import OUTPUT_FLOOR
-
-LOOK_S = 0.002
 
 
 class Drain:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.gpu import now, versions
 from benchmarks.gpu_probe import prompt_ids
 from benchmarks.gpu_servers import Plan
-from benchmarks.speed_ceilings import disk_alone
+from benchmarks.speed_ceilings import DIRECT, DISK, disk_alone
 from benchmarks.speed_drain import Drain
 from benchmarks.speed_results import Load, Turn
 from hsnb.collect import free
@@ -97,6 +98,9 @@ def measure(
         memory_growth_mib=round((memory(server) - held) / 2**20, 1),
         output=output[0] if output else "",
         alone_s=alone,
+        ceilings={way: speed for way, speed in (ceilings or {}).items() if way in (DISK, DIRECT)},
+        date=now(),
+        source=versions()["hsnb source"],
     )
 
 

@@ -47,6 +47,9 @@ class Load(Strict):
     memory_growth_mib: float  # of the schedulers and the writing process, from before the first captured turn to after the last
     output: str = ""  # where the client published to: memory or disk; "": there was none
     alone_s: list[float] = Field(default_factory=list)  # disk: that as many bytes in as many files took right after each alternation
+    ceilings: dict[str, float] = Field(default_factory=dict)  # disk: its own, as the run had found them before; GB/s
+    date: str = ""  # ISO 8601, UTC; "": the run's. Loads that were not measured again have an older one
+    source: str = ""  # of hsnb; "": the run's
 
     @property
     def turns(self) -> int:
@@ -79,6 +82,10 @@ class Load(Strict):
         """Return GB of states a second of each captured turn, to where it ended."""
         return [t.whole * self.token_bytes / 1e9 for t in self.captured]
 
+    def of_another_source(self, run: Run) -> str:
+        """Return the load's source where it was not measured again with the run's; "" where it was."""
+        return f", hsnb source {self.source}" if self.source not in ("", run.versions["hsnb source"]) else ""
+
     def client_cores(self) -> float:
         """Return the median of the client's CPU seconds for each GB that it published."""
         return statistics.median(t.client_cpu_s / (t.tokens * self.token_bytes / 1e9) for t in self.captured)
@@ -94,6 +101,13 @@ class Run(Strict):
     versions: dict[str, str]
     ceilings: dict[str, float] = Field(default_factory=dict)  # GB/s, 1 GB = 1e9 bytes
     loads: dict[str, Load] = Field(default_factory=dict)
+
+    def with_load(self, name: str, load: Load) -> Run:
+        """Return the run with one load put in, unless it has one of more alternations of the same source: a cut one takes no whole one's place."""
+        have = self.loads.get(name)
+        if have and have.source == load.source and have.turns > load.turns:
+            return self
+        return self.model_copy(update={"loads": {**self.loads, name: load}})
 
 
 class Results(ResultsFile):

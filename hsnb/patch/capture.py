@@ -232,7 +232,7 @@ class Capture:
                 raise ValueError(f"states are {dtype}, the model is {self.meta['dtype']}")
             ids = token_ids.to(torch.int64, copy=True)  # [tokens]
             if self.writes and columns.on_gpu:
-                self.writer.follow(columns.stacked, ids)
+                self.writer.follow(ids.device)
         except Exception as error:
             if not all(self.lengths[r.request_id].seen.given_up for r in rows):  # not at every chunk of a prompt
                 log.exception("hsnb: capture failed")

@@ -101,18 +101,16 @@ class Writer:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._process: _Process | None = None
-        self._to_send: SimpleQueue[tuple[_Process, torch.cuda.Event | None, NamedTuple]] = SimpleQueue()
+        self._to_send: SimpleQueue[tuple[_Process, torch.cuda.Event | None, tuple[torch.Tensor, ...], NamedTuple]] = SimpleQueue()
         self._sending = False
         self._stream: torch.cuda.Stream | None = None
 
     # -- the forward's thread ------------------------------------------------------------------------------------
 
-    def follow(self, *tensors: torch.Tensor) -> None:
-        """Let the copies wait for what the current stream of a GPU has queued, and keep `tensors` until they are done."""
-        self._stream = self._stream or torch.cuda.Stream(tensors[0].device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
+    def follow(self, device: torch.device) -> None:
+        """Let the copies wait for what the current stream of a GPU has queued."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def rows_at_once(self, row_bytes: int) -> int:
         """Return how many rows of that size a piece holds, with their ids. Raises ValueError when not one fits."""
@@ -157,7 +155,9 @@ class Writer:
                     continue
                 number = next(self._numbers)
                 process.pieces[number] = slot
-            self._to_send.put((process, event, Piece(number, parts)))
+            # What is copied from is kept until it is: by record_stream torch would ask the driver about it at each of the model's allocations.
+            kept = (states.stacked, token_ids) if event else ()
+            self._to_send.put((process, event, kept, Piece(number, parts)))
         return waited
 
     def _begin(self, file: File, process: _Process) -> Begin | None:
@@ -187,7 +187,7 @@ class Writer:
             if (process := file.process) is None or process.dead:
                 return
             process.leaving.add(file.key)
-        self._to_send.put((process, None, GiveUp(file.key)))
+        self._to_send.put((process, None, (), GiveUp(file.key)))
 
     def settle(self) -> None:
         """Wait until everything that was handed over is written, published or removed."""
@@ -232,16 +232,17 @@ class Writer:
     def _send(self) -> None:
         """Tell of each piece when its copy is there; a process that has ended is the other thread's to notice."""
         while True:
-            process, event, message = self._to_send.get()
+            process, event, kept, message = self._to_send.get()
             try:
                 if event is not None:
                     event.synchronize()
+                kept = None  # the model has its memory again
                 process.connection.send(message)
             except Exception as error:  # a copy that failed, or half a message: what follows may not be read
                 if not process.dead:
                     log.error("hsnb: the process that writes dumps could not be told of one: %s", error)
                 process.popen.kill()
-            del process, event, message  # an idle thread keeps nobody's rows
+            del process, event, kept, message  # an idle thread keeps nobody's rows
 
     def _hear(self, process: _Process) -> None:
         """Take what the process says until it ends; then everything it had is lost, and is told so."""

@@ -8,7 +8,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,7 +44,7 @@ def copy(source: Path, target: Path, head: bytes, look: RowLook, states_at: int)
     flags, digest = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, xxhash.xxh3_128()
     piece, at = _buffer(_PIECE), 0
     with open(source, "rb", buffering=0) as file, _opened(target, flags) as fd:
-        while n := _fill(file, piece, at, head, lambda block, begins: _take(block, begins, digest, look, states_at)):
+        while n := _fill(file, piece, at, head, digest, look, states_at):
             _write(fd, piece[: -(-n // _PAGE) * _PAGE], at)
             at += n
         os.ftruncate(fd, at)  # the last piece was written to the end of its page
@@ -68,15 +68,23 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _fill(file: BinaryIO, piece: memoryview, at: int, head: bytes, take: Callable[[memoryview, int], None]) -> int:
+def _fill(file: BinaryIO, piece: memoryview, at: int, head: bytes, digest: xxhash.xxh3_128, look: RowLook, states_at: int) -> int:
     """Read what begins at byte `at` of the file into `piece`, block by block; return how many bytes it has."""
     n = 0
-    while n < len(piece) and (block := _read(file, piece[n : n + _BLOCK])):
+    while n < len(piece) and (block := _read(file, piece[n : n + _to_a_rows_end(at + n, look, states_at)])):
         if new := head[at + n : at + n + len(block)]:
             block[: len(new)] = new
-        take(block, at + n)
+        _take(block, at + n, digest, look, states_at)
         n += len(block)
     return n
+
+
+def _to_a_rows_end(at: int, look: RowLook | None, states_at: int) -> int:
+    """Return a block's bytes from `at` on, fewer so that they end where a row does: looking at a cut row costs as much as at a block."""
+    if look is None or not look.row_bytes:
+        return _BLOCK
+    over = (at + _BLOCK - states_at) % look.row_bytes
+    return _BLOCK - over if over < _BLOCK else _BLOCK
 
 
 def _write(fd: int, data: memoryview, at: int) -> None:
@@ -110,7 +118,7 @@ def synced_checksum(path: Path, look: RowLook | None = None, states_at: int = 0)
 
 def _digest(handle: BinaryIO, look: RowLook | None = None, states_at: int = 0) -> str:
     digest, block, at = xxhash.xxh3_128(), _buffer(_BLOCK), 0
-    while data := _read(handle, block):
+    while data := _read(handle, block[: _to_a_rows_end(at, look, states_at)]):
         _take(data, at, digest, look, states_at)
         at += len(data)
     return digest.hexdigest()
