@@ -1,7 +1,9 @@
-"""What the writer copies from is the model's to overwrite as soon as it is copied, not earlier, and costs the model no call of the driver."""
+"""What the capture does to the forward, without a model: when its memory is overwritten, and what its thread and its small calls lose."""
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import shutil
 import statistics
 import tempfile
@@ -15,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.gpu_checks import Context, Found
-from benchmarks.gpu_results import figure
+from benchmarks.gpu_results import Figure, Table, figure, plain
 from benchmarks.parts import Req
 from hsnb.dumps import list_dumps, open_dump
 from hsnb.patch.armed import Armed, ArmedFile
@@ -23,7 +25,7 @@ from hsnb.patch.bodies import Body
 from hsnb.patch.capture import Capture
 from hsnb.patch.settings import Settings
 
-PROMPTS, TOKENS, BATCHES, OPS, TURNS = 4, 2048, 12, 400, 15
+PROMPTS, TOKENS, BATCHES, OPS, TURNS, SHOWN = 4, 2048, 12, 400, 15, 14
 BOUNDARIES = (0, 1, 2)
 COLUMNS = (*BOUNDARIES, "final")
 
@@ -49,8 +51,42 @@ def kept(ctx: Context) -> Found:
             figure(f"a small call of torch, {way}", statistics.median(us), "us", n=TURNS, note=f"{min(us):.1f} to {max(us):.1f}")
             for way, us in taken.items()
         ]
+    own, table = _own(device, hidden)
+    if device == "cuda":
         torch.cuda.empty_cache()
-    return figures, []
+    return [*figures, *own], [table]
+
+
+def _own(device: str, hidden: int) -> tuple[list[Figure], Table]:
+    """Return the milliseconds of the forward's thread for a batch of few and of many prompts, and what it spends those of the few on."""
+    figures, profile, a = [], cProfile.Profile(), torch.ones(64, device=device)
+    with _captures(device, hidden, {"": lambda capture: None}) as captures:
+        capture = captures[""]
+        for prompts, tokens, profiled in ((PROMPTS, TOKENS, False), (64, 128, False), (PROMPTS, TOKENS, True)):
+            taken = []
+            for turn in range(TURNS + 1):
+                batch = _batch(device, hidden, 0, prompts, tokens)
+                for _ in range(2000):  # between two batches a model has other code and other data in the processor's caches
+                    torch.add(a, a)
+                began = time.perf_counter()
+                if profiled and turn:
+                    profile.enable()
+                _take(capture, *batch)
+                profile.disable()
+                if turn:
+                    taken.append((time.perf_counter() - began) * 1e3)
+                del batch
+                capture.writer.settle()
+                for path in list_dumps(capture.settings.spool):
+                    path.unlink()
+            if not profiled:
+                name, spread = f"the forward's own time for a batch of {prompts} prompts", f"{min(taken):.2f} to {max(taken):.2f}"
+                figures.append(figure(name, statistics.median(taken), "ms", n=TURNS, note=spread))
+    calls = sorted(pstats.Stats(profile).stats.items(), key=lambda item: -item[1][2])[:SHOWN]
+    rows = [[f"{Path(file).name}: {name}", n / TURNS, plain(1e3 * own / TURNS)] for (file, _, name), (_, n, own, *_) in calls]
+    return figures, Table(
+        title=f"What {PROMPTS} prompts take, profiled", columns=["call", "times", "own time"], units=["", "", "ms"], rows=rows
+    )
 
 
 def _wrong(device: str, hidden: int, change) -> int:
@@ -75,14 +111,22 @@ def _right(dump) -> bool:
 
 def _hand_over(capture: Capture, device: str, hidden: int, batch: int) -> None:
     """Give a batch of prompts to the capture; each state is filled with a number of its own, which bfloat16 holds."""
-    reqs = [Req(f"hsnb-{batch}-{uuid.uuid4().hex}", TOKENS) for _ in range(PROMPTS)]
-    ids = torch.arange(PROMPTS * TOKENS, device=device)
-    lengths, none = [TOKENS] * PROMPTS, [0] * PROMPTS
+    _take(capture, *_batch(device, hidden, batch))
+
+
+def _batch(device: str, hidden: int, batch: int, prompts: int = PROMPTS, tokens: int = TOKENS) -> tuple:
+    reqs = [Req(f"hsnb-{batch}-{uuid.uuid4().hex}", tokens) for _ in range(prompts)]
+    ids = torch.arange(prompts * tokens, device=device)
+    lengths, none = [tokens] * prompts, [0] * prompts
     made = SimpleNamespace(rids=[r.rid for r in reqs], extend_seq_lens_cpu=lengths, extend_prefix_lens_cpu=none, input_ids=ids)
-    shape = (PROMPTS * TOKENS, hidden)
+    shape = (prompts * tokens, hidden)
     states = {k: torch.full(shape, float(4 * batch + c), dtype=torch.bfloat16, device=device) for c, k in enumerate(COLUMNS)}
+    return reqs, made, states
+
+
+def _take(capture: Capture, reqs: list[Req], made: SimpleNamespace, states: dict) -> None:
     capture.note_lengths(reqs)
-    capture.store(capture.wanted(made), states, ids)
+    capture.store(capture.wanted(made), states, made.input_ids)
 
 
 def _small_calls(capture: Capture | None, device: str, hidden: int) -> float:

@@ -18,7 +18,7 @@ from benchmarks.gpu_results import PUBLISHED, Figure, card_key, figure
 from benchmarks.large_pages import no_large_pages, shm_in_large_pages
 from benchmarks.speed_ceilings import ceilings, fastest
 from benchmarks.speed_load import LOADS, measure
-from benchmarks.speed_results import FILE, Results, Run
+from benchmarks.speed_results import FILE, Load, Results, Run
 
 SMALL, MOUNTED = ", in small pages", ", mounted for large pages"  # without them: large pages that the writer asks for
 # What is measured, in this order, and in how many alternations: one turn differs from the next by a fifth, and so a median of nine by a twentieth.
@@ -97,6 +97,7 @@ def figures(run: Run) -> list[Figure]:
                     n=load.turns,
                     note="spool and output in memory",
                 ),
+                *_batches(f"{name}{pages}", load),
                 figure(f"{name}{pages}: cores of the client", load.client_cores(), "cores for each GB/s", "at most", 1.0, load.turns),
                 figure(f"{name}{pages}: memory grown, scheduler and writing process", load.memory_growth_mib, "MiB", n=load.turns),
             ]
@@ -121,6 +122,17 @@ def figures(run: Run) -> list[Figure]:
             figure(f"disk: its own speed, {way}", best[way], "GB/s", note="best of three before, 1.9 GB each"),
         ]
     return found
+
+
+def _batches(name: str, load: Load) -> list[Figure]:
+    if not (both := load.batch_ms()):
+        return []
+    return [
+        figure(
+            f"{name}: {what} batch", ms, "ms", n=load.turns, note="from one to the next in the server's log, the median of turns' medians"
+        )
+        for what, ms in zip(("a plain", "a captured"), both, strict=True)
+    ]
 
 
 def _spread(values: list[float]) -> str:

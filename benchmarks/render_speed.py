@@ -38,7 +38,8 @@ def row(name: str, load: Load, run: Run) -> str:
         spread(load.ratios("whole")) if drained else "", spread(load.ratios("cpu_s")), spread(load.ratios("server_cpu")),
         f"{statistics.median(load.speeds()):.2f}", spread(load.shares()) if load.alone_s else "",
         f"{load.client_cores():.2f}" if drained else "", f"{load.ring_full_ms:,}",
-        f"{load.memory_growth_mib:.1f}", load.date + load.of_another_source(run),
+        f"{load.memory_growth_mib:.1f}", "{:.0f}, {:.0f}".format(*load.batch_ms()) if load.batch_ms() else "",
+        (load.date + load.of_another_source(run)).removeprefix(", "),
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def tables(results: Results) -> str:
     head = _head(
         "load", "prompts", "n", "plain, tokens/s", "captured, tokens/s", "ratio, into the spool (spread)", "ratio, published (spread)",
         "schedulers' CPU a token, ratio (spread)", "with the writing process, ratio (spread)", "GB/s to where it ends",
-        "of the disk alone (spread)", "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB", "ended",
+        "of the disk alone (spread)", "client's cores for each GB/s", "forward waited for the ring, ms", "memory grown, MiB", "ms a batch, plain and captured", "ended",
     )  # fmt: skip
     parts = []
     for key, run in sorted(results.runs.items()):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import statistics
 import time
 import uuid
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from hsnb.dumps import list_dumps
 from hsnb.params import Deployment
 from hsnb.patch.armed import read_armed
 
+_BATCH = re.compile(r"Prefill batch.*?#new-token: (\d+).*?input throughput \(token/s\): ([\d.]+)")  # the speed is of the batch before
 VOCAB = 500  # token ids that every model here has; one beyond a model ends its server
 
 
@@ -110,7 +114,7 @@ def one_turn(server, ids: list[list[int]], together: int, kind: str, drain: Drai
 
     rids = [f"{kind}-{uuid.uuid4().hex}" for _ in ids]
     parts = [slice(i, i + together) for i in range(0, len(ids), together)]
-    drain = drain if kind == "hsnb-bench" else None
+    drain, logged = drain if kind == "hsnb-bench" else None, server.log.stat().st_size
     if drain:
         drain.begin(rids, ids)
     counts, cpu, own, sampling = _counts(server), _cpu(server), drain.cpu_s() if drain else 0.0, {"max_new_tokens": 1, "temperature": 0.0}
@@ -148,7 +152,15 @@ def one_turn(server, ids: list[list[int]], together: int, kind: str, drain: Drai
         writer_cpu_s=spent[1],
         client_cpu_s=round(own, 3) if drain else 0.0,
         drained_s=drained,
+        batch_ms=batch_ms(server.log.read_bytes()[logged:].decode(errors="replace")),
     )
+
+
+def batch_ms(log: str) -> float | None:
+    """Return the median milliseconds from one prefill batch to the next of what a server logged; None for fewer than three batches."""
+    seen = [(int(n), float(speed)) for n, speed in _BATCH.findall(log)]
+    times = [1e3 * tokens / speed for (tokens, _), (_, speed) in itertools.pairwise(seen) if speed > 0]
+    return round(statistics.median(times), 3) if len(times) > 1 else None
 
 
 def _counts(server) -> dict[str, int]:

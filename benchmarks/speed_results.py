@@ -24,6 +24,7 @@ class Turn(Strict):
     writer_cpu_s: float = 0.0  # of the writing process
     client_cpu_s: float = 0.0  # of the client that publishes
     drained_s: float | None = None  # None: there was no such client
+    batch_ms: float | None = None  # from one prefill batch to the next, the median, as the server's log has it; None: too few
 
     @property
     def rate(self) -> float:
@@ -73,6 +74,11 @@ class Load(Strict):
     def median(self, of: str = "rate") -> float:
         """Return the median of `ratios`."""
         return statistics.median(self.ratios(of))
+
+    def batch_ms(self) -> tuple[float, float] | None:
+        """Return the median milliseconds of a plain and of a captured batch: steadier than a turn, which others on the machine slow down."""
+        both = [[t.batch_ms for t in turns if t.batch_ms is not None] for turns in (self.plain, self.captured)]
+        return (statistics.median(both[0]), statistics.median(both[1])) if all(both) else None
 
     def shares(self) -> list[float]:
         """Return, for each alternation, the speed onto the disk as a share of the disk's own right after it."""

@@ -12,7 +12,11 @@ from pydantic import ValidationError
 
 from benchmarks import gpu, gpu_site
 from benchmarks.gpu_results import PUBLISHED, Figure, Results, Run, Step, Table, card_key, figure, without_paths
+from benchmarks.gpu_speed import figures as speed_figures
 from benchmarks.render_gpu import page, show_value
+from benchmarks.speed_load import batch_ms
+from benchmarks.speed_results import Load, Turn
+from benchmarks.speed_results import Run as SpeedRun
 
 PAGE = PUBLISHED.with_suffix(".md")
 
@@ -217,3 +221,36 @@ def test_a_step_that_fails_is_recorded_and_so_is_one_that_had_no_time(capsys):
     assert (late.state, late.error) == ("skipped", "the time was out")
     assert gpu.guarded("C", lambda: ([figure("x", 2, "ms", "at most", 1)], []), 1.0).state == "off"
     assert gpu.guarded("D", lambda: ([figure("x", 2, "ms")], []), 1.0).state == "ok"
+
+
+def test_a_load_that_was_cut_takes_no_whole_ones_place_and_an_older_one_says_what_it_is_of():
+    turn = Turn(tokens=10, answered_s=1.0, published_s=2.0, cpu_s=1.0, drained_s=4.0)
+    slow = turn.model_copy(update={"drained_s": 8.0})
+
+    def load(turns: int, source: str, captured: Turn = turn) -> Load:
+        return Load(
+            prompts="p",
+            token_bytes=2,
+            plain=[turn] * turns,
+            captured=[captured] * turns,
+            ring_full_ms=0,
+            memory_growth_mib=0.0,
+            source=source,
+        )
+
+    run = SpeedRun(date="d", device="cuda", card="c", cores=1, versions={"hsnb source": "new"})
+    run = run.with_load("long to memory", load(9, "old")).with_load("short to memory", load(9, "old"))
+    run = run.with_load("long to memory", load(5, "new", slow))
+    assert run.loads["long to memory"].turns == 5, "another source: the old one says nothing of this one"
+    assert run.with_load("long to memory", load(4, "new")) == run
+    assert run.with_load("long to memory", load(5, "new")).loads["long to memory"].ratios("whole") == [1.0] * 5
+    notes = {f.name: f.note for f in speed_figures(run) if f.name.endswith("ratio")}
+    assert notes == {"long.ratio": "0.50 to 0.50", "short.ratio": "1.00 to 1.00, hsnb source old"}
+
+
+def test_the_time_of_a_batch_is_read_from_the_servers_log():
+    """Lines of SGLang 0.5.17; the speed in one is of the tokens in the one before."""
+    line = "[2026-12-01 01:34:39] Prefill batch, #new-seq: 4, #new-token: {}, #cached-token: 0, token usage: 0.06, input throughput (token/s): {}"
+    lines = [(8192, 18097.96), (8192, 81920.0), (4096, 40960.0), (8192, 20480.0)]
+    assert batch_ms("\n".join(line.format(*n) for n in lines)) == 200.0, "of 100, 200 and 200 ms"
+    assert batch_ms(line.format(8192, 0.0)) is None and batch_ms("") is None

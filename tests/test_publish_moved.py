@@ -171,6 +171,22 @@ def test_bytes_in_pieces_of_any_size_are_looked_at_as_rows_at_once():
             short.faults()
 
 
+@pytest.mark.parametrize("way", ["moved", "copied"])
+def test_blocks_end_where_rows_do(tmp_path, monkeypatch, way):
+    """Rows of 384 bytes and blocks of 1,000: whole ones but for the row that the end of a piece cuts."""
+    if way == "copied":
+        other_file_system(monkeypatch)
+    monkeypatch.setattr(place, "_BLOCK", 1000)
+    monkeypatch.setattr(place, "_PIECE", 4096)
+    looked, add = [], RowLook.add
+    monkeypatch.setattr(RowLook, "add", lambda self, data: (looked.append(len(data)), add(self, data)))
+    path, states = dumped(tmp_path / "spool")
+    publish(tmp_path / "out", path)
+    assert sum(looked) == states.numel() * 2 and max(looked) <= 1000
+    cut = [n for n in looked if n % (states[0].numel() * 2)]
+    assert len(cut) <= (0 if way == "moved" else 2 * -(-sum(looked) // 4096))
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 48])
 def test_a_row_whose_ends_and_middle_agree_is_not_constant_for_that(width):
     states = torch.ones(2, 1, width, dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ import torch
 VARIABLE = "SGLANG_HS_DUMP_RING_MIB"
 _CHUNKS = 4  # with overlapped scheduling two batches are on the device while a third is written
 _LEAST, _MOST = 64 << 20, 2 << 30  # bytes, of the default
-_EDGES = 4096  # bytes, so that half a chunk with its ids fits a piece: two messages for a chunk and not three
+_EDGES = 4096  # bytes, so that a chunk with its ids fits a piece: one message for a chunk, because each stops the forward for a moment
 _ALIGN = 512  # bytes: a piece can be viewed as any dtype
 PATIENCE_S = 60.0  # SGLang's own watchdog ends a scheduler that stands still for 300
 
@@ -51,7 +51,7 @@ class Ring:
         self.fd = os.memfd_create("hsnb-ring")
         os.ftruncate(self.fd, nbytes)
         self.memory = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        self.largest = nbytes // 8 // _ALIGN * _ALIGN  # bytes of one piece: several are always on their way
+        self.largest = nbytes // _CHUNKS // _ALIGN * _ALIGN  # bytes of one piece: several are always on their way
         self._pinned = pin
         if pin:  # not pin_memory=True, which takes the next power of two
             code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)

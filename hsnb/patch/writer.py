@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -103,6 +104,7 @@ class Writer:
         self._process: _Process | None = None
         self._to_send: SimpleQueue[tuple[_Process, torch.cuda.Event | None, tuple[torch.Tensor, ...], NamedTuple]] = SimpleQueue()
         self._sending = False
+        self._events: deque[torch.cuda.Event] = deque()  # used again: one that a thread can sleep at is not made for nothing
         self._stream: torch.cuda.Stream | None = None
 
     # -- the forward's thread ------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class Writer:
         with torch.cuda.stream(self._stream):
             states.copy_to(here, part)
             ids.copy_(token_ids[part], non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # the thread sleeps: a spinning one would take a core
+            event = self._events.popleft() if self._events else torch.cuda.Event(blocking=True)  # a thread that spins would take a core
             event.record()
         return event
 
@@ -236,6 +238,7 @@ class Writer:
             try:
                 if event is not None:
                     event.synchronize()
+                    self._events.append(event)
                 kept = None  # the model has its memory again
                 process.connection.send(message)
             except Exception as error:  # a copy that failed, or half a message: what follows may not be read
