@@ -133,6 +133,19 @@ def test_a_full_ring_makes_the_taker_wait_for_the_oldest():
     assert (slot.start, slot.end) == (0, ring.largest) and waited >= 0.05
 
 
+def test_a_ring_holds_four_pieces_all_the_time():
+    ring = Ring(1 << 16)
+    slots = [ring.take(ring.largest)[0] for _ in range(4)]
+    for _ in range(9):
+        assert ring._room(512) is None
+        ring.give(slots.pop(0))
+        slots.append(ring.take(ring.largest)[0])
+    assert sorted(s.start for s in slots) == [0, 1 << 14, 2 << 14, 3 << 14]
+    for slot in slots:
+        ring.give(slot)
+    assert ring._room(512) == 0
+
+
 def test_a_piece_larger_than_may_be_names_the_variable():
     with pytest.raises(ValueError, match=r"at most 16,384 of a ring of 65,536: raise SGLANG_HS_DUMP_RING_MIB"):
         Ring(1 << 16).take(16385)

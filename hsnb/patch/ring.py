@@ -87,15 +87,15 @@ class Ring:
         return slot, waited
 
     def _room(self, nbytes: int) -> int | None:
-        """Return where `nbytes` fit now. Head and tail never meet while something is taken, so that full is not empty."""
+        """Return where `nbytes` fit now. Where head and tail meet and something is taken the ring is full."""
         if not self._slots:
             return 0
         tail = self._slots[0].start
         if self._head > tail:
             if len(self.memory) - self._head >= nbytes:
                 return self._head
-            return 0 if nbytes < tail else None
-        return self._head if nbytes < tail - self._head else None
+            return 0 if nbytes <= tail else None
+        return self._head if nbytes <= tail - self._head else None
 
     def give(self, slot: Slot) -> None:
         """Give a piece back."""
