@@ -37,7 +37,7 @@ TITLE = "Prefill captured and published, against plain"
 
 
 def speed(ctx: Context) -> Found:
-    """Measure long and short prompts published in memory and onto the disk; every turn is kept in speed-results.json as well.
+    """Measure long and short prompts published in memory and onto the disk; every turn is kept in speed-results.json, too.
 
     A load that there was no time for keeps what was measured before.
     """
@@ -48,7 +48,7 @@ def speed(ctx: Context) -> Found:
     key, file = card_key(name, ctx.plan.gpus), ctx.out / FILE
     results = Results.read(file if file.is_file() or device == "cpu" else PUBLISHED.with_name(FILE))
     found = Run(date=now(), device=device, card=name, cores=len(os.sched_getaffinity(0)), versions=versions())
-    before = results.runs[key].loads if key in results.runs else {}
+    before = results.runs[key].carried() if key in results.runs else {}
     found = found.model_copy(update={"ceilings": ceilings(device, memory, disk), "loads": before})
     try:
         for what, turns in LOADS_OF.items():

@@ -108,6 +108,14 @@ class Run(Strict):
     ceilings: dict[str, float] = Field(default_factory=dict)  # GB/s, 1 GB = 1e9 bytes
     loads: dict[str, Load] = Field(default_factory=dict)
 
+    def carried(self) -> dict[str, Load]:
+        """Return the loads with what they have of their run written into them, for a later one."""
+        own = {"date": self.date, "source": self.versions.get("hsnb source", ""), "ceilings": self.ceilings}
+        return {
+            name: load.model_copy(update={k: v for k, v in own.items() if not getattr(load, k) and (k != "ceilings" or load.alone_s)})
+            for name, load in self.loads.items()
+        }
+
     def with_load(self, name: str, load: Load) -> Run:
         """Return the run with one load put in, unless it has one of more alternations of the same source: a cut one takes no whole one's place."""
         have = self.loads.get(name)

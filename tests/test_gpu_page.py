@@ -238,7 +238,10 @@ def test_a_load_that_was_cut_takes_no_whole_ones_place_and_an_older_one_says_wha
             source=source,
         )
 
-    run = SpeedRun(date="d", device="cuda", card="c", cores=1, versions={"hsnb source": "new"})
+    run = SpeedRun(date="d", device="cuda", card="c", cores=1, versions={"hsnb source": "new"}, ceilings={"disk": 2.0})
+    (carried,) = run.with_load("x", load(1, "").model_copy(update={"alone_s": [1.0]})).carried().values()
+    assert (carried.date, carried.source, carried.ceilings) == ("d", "new", {"disk": 2.0})
+    assert run.with_load("x", load(1, "old")).carried()["x"].source == "old"
     run = run.with_load("long to memory", load(9, "old")).with_load("short to memory", load(9, "old"))
     run = run.with_load("long to memory", load(5, "new", slow))
     assert run.loads["long to memory"].turns == 5, "another source: the old one says nothing of this one"

@@ -268,6 +268,31 @@ def test_what_is_copied_from_is_kept_until_it_is_and_no_longer(tmp_path, monkeyp
     assert [alive for _, alive in seen] == [True] * 3 and len({event for event, _ in seen}) == 1
 
 
+def test_a_thread_that_hangs_keeps_few_batches_of_the_gpus_memory(tmp_path, monkeypatch):
+    """On a process that was stopped, say. There is no GPU here: what would be asked of its tensors is noted."""
+    capture, go, recorded = made(tmp_path, monkeypatch), threading.Event(), []
+    copy = capture.writer._copy
+
+    class Event:
+        def synchronize(self):
+            assert go.wait(30)
+
+    def queued(here, ids, states, token_ids, part):
+        copy(here, ids, states, token_ids, part)
+        states.stacked = torch.zeros(1)
+        return Event()
+
+    monkeypatch.setattr(capture.writer, "_copy", queued)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self))
+    for n in range(8):
+        run(capture, (req(f"hsnb-{n}", 40), 0, 40))
+    queue = capture.writer._to_send
+    kept = [len(tensors) for _, _, tensors, _ in [queue.get() for _ in range(queue.qsize())]]  # the thread has the first, now or before
+    assert kept[:3] == [2] * 3 and kept.count(2) <= 4 and kept.count(0) == len(kept) - kept.count(2) >= 3
+    assert len(recorded) == 2 * kept.count(0)
+    go.set()
+
+
 def test_a_prompt_that_starts_again_while_its_first_rows_are_still_written(tmp_path, monkeypatch):
     capture = inside(tmp_path, monkeypatch, threads=4)
     slowly(monkeypatch, 0.05)

@@ -37,6 +37,7 @@ from hsnb.patch.spool import bits
 log = logging.getLogger("sglang.hsnb")
 THREADS = "SGLANG_HS_DUMP_THREADS"
 _ENDED = "the process that writes dumps ended: the next prompt starts another"
+_MOST_KEPT = 4  # batches on their way whose states are kept
 _MOST_THREADS = 4  # docs/performance.md: 8 to 10 GB/s into /dev/shm
 
 
@@ -118,7 +119,7 @@ class Writer:
         """Return how many rows of that size a piece holds, with their ids. Raises ValueError when not one fits."""
         most = (self.ring.largest - 7) // (row_bytes + 8)  # 7: the ids begin at a multiple of 8
         if most < 1:
-            self.ring.take(row_bytes + 8)  # says how large a ring is needed
+            self.ring.take(row_bytes + 15)  # says how large a ring is needed
         return most
 
     def add(self, files: list[tuple[File, Rows]], states: States, token_ids: torch.Tensor) -> float:
@@ -157,10 +158,15 @@ class Writer:
                     continue
                 number = next(self._numbers)
                 process.pieces[number] = slot
-            # What is copied from is kept until it is: by record_stream torch would ask the driver about it at each of the model's allocations.
-            kept = (states.stacked, token_ids) if event else ()
+            kept = self._kept(states.stacked, token_ids) if event else ()
             self._to_send.put((process, event, kept, Piece(number, parts)))
         return waited
+
+    def _kept(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what is copied from, for the thread that waits: by record_stream torch asks the driver at each of the model's allocations."""
+        for tensor in tensors if (late := self._to_send.qsize() >= _MOST_KEPT) else ():  # that thread hangs: no memory of the GPU's with it
+            tensor.record_stream(self._stream)
+        return () if late else tensors
 
     def _begin(self, file: File, process: _Process) -> Begin | None:
         """Return what the process has to know of a file, the first time."""
