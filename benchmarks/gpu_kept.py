@@ -163,20 +163,16 @@ def _small_calls(capture: Capture | None, device: str, hidden: int) -> float:
 
 
 def _forget(capture: Capture) -> None:
-    put = capture.writer._to_send.put
-    capture.writer._to_send = SimpleNamespace(get=capture.writer._to_send.get, put=lambda item: put((*item[:2], (), item[3])))
+    capture.writer._kept = lambda *tensors: ()
 
 
 def _record(capture: Capture) -> None:
-    add = capture.writer.add
-
-    def recorded(files, states, ids):
-        for tensor in (states.stacked, ids):
+    def recorded(*tensors):
+        for tensor in tensors:
             tensor.record_stream(capture.writer._stream)
-        return add(files, states, ids)
+        return ()
 
-    _forget(capture)
-    capture.writer.add = recorded
+    capture.writer._kept = recorded
 
 
 @contextmanager

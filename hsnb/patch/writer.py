@@ -164,9 +164,11 @@ class Writer:
 
     def _kept(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what is copied from, for the thread that waits: by record_stream torch asks the driver at each of the model's allocations."""
-        for tensor in tensors if (late := self._to_send.qsize() >= _MOST_KEPT) else ():  # that thread hangs: no memory of the GPU's with it
+        if self._to_send.qsize() < _MOST_KEPT:
+            return tensors
+        for tensor in tensors:  # that thread hangs, e.g. on a process that was stopped: it must not keep the GPU's memory
             tensor.record_stream(self._stream)
-        return () if late else tensors
+        return ()
 
     def _begin(self, file: File, process: _Process) -> Begin | None:
         """Return what the process has to know of a file, the first time."""
